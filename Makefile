@@ -10,12 +10,12 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*.cmake cmake/editable/CMakeLists.txt 
 .PHONY: venv model demo test test-quick soak lint docs hashes paths bench clean
 .DEFAULT_GOAL := test
 
-# What a user needs, and what the tests need besides: the lab, the connector for vLLM, ray and lm-eval.
+# What a user needs, and what the tests need besides: the lab, both connectors, and lm-eval.
 $(USED): pyproject.toml tools/install.py $(NATIVE)
 	$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
-$(STAMP): $(USED) lab/pyproject.toml connectors/vllm/pyproject.toml
+$(STAMP): $(USED) lab/pyproject.toml connectors/cluster/pyproject.toml connectors/vllm/pyproject.toml
 	$(PYTHON) tools/install.py $(VENV) --tests
 	@touch $@
 

@@ -16,7 +16,7 @@ from gguf_files import written
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "kvkeep"
-READMES = [ROOT / "lab" / "README.md", ROOT / "connectors" / "vllm" / "README.md"]
+READMES = [ROOT / "lab" / "README.md", *(ROOT / "connectors").glob("*/README.md")]
 PAGES = sorted([*ROOT.glob("*.md"), *READMES, *(ROOT / "docs").rglob("*.md")])
 CHEAP = ("generate", "chat", "methods", "models", "inspect")
 """Commands that run here, on a tiny model; of plans there are tests in tests/cli."""

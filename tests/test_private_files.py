@@ -52,7 +52,7 @@ def test_whatever_is_written_is_private(tmp_path: Path, monkeypatch: pytest.Monk
     cache = KeepCache(tiny("llama"), "full")
     step("llama", cache, prompt(1, 300))
     named = Store(root / "a" / "b" / "store")
-    for one in (named, Store(root / "c" / "shared", shared=True)):
+    for one in (named, Store(root / "c" / "other")):
         for name in ("talk", "me/talk"):
             with StoredSession(one, name, writing=True) as stored:
                 stored.save(Session(cache, prompt(1, 300).tolist()))

@@ -26,9 +26,7 @@ def optional(module: str, extra: str) -> Any:
 
 
 _OF = {
-    "s3": ("fsspec", "s3fs"),
     "cli": ("typer", "rich"),
-    "ray": ("ray", "mmh3", "starlette", "uvicorn", "fastapi", "aiohttp", "grpc", "opencensus"),
     "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client"),
     "lab": ("kvkeep_lab", "matplotlib", "pydantic", "filelock", "rouge_score", "markdown_it"),
 }

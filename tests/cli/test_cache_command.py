@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import tokenizer
 from families import tiny
 from forked import kvkeep, started
 
-from kvkeep import Conversation, KeepCache
+from kvkeep import Conversation
 from kvkeep.blocks import archive
-from kvkeep.blocks.bucket import BucketStore
-from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.sessions import Session, StoredSession
+from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.errors import KvkeepError, SessionDamaged, SessionError
 
@@ -86,45 +83,6 @@ def test_sessions_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_
     assert "already" in cache("import", str(file), "key/ben", code=2)
     cache("rm", "key/ben")
     assert not files(folder)
-
-
-def test_the_sessions_of_a_bucket_are_managed(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    url, server = f"file://{tmp_path}/bucket", tmp_path / "server"
-    model = tiny("llama", positions=1024)
-    cache, ids = KeepCache(model, "full"), list(range(2, 42)) * 14  # two blocks and some more
-    with torch.no_grad():
-        model(input_ids=torch.tensor([ids]), cache=cache)
-    (store := BucketStore(server, url)).create()
-    with StoredSession(store, "me/a", writing=True) as stored:
-        stored.save(Session(cache, [ids]))
-    shutil.rmtree(server)  # the copies of the server
-
-    def told(*arguments: str, code: int = 0) -> Any:
-        got, out, err = run("cache", *arguments, "--bucket", url, "--sessions", str(tmp_path / "here"), "--json")
-        assert got == code, err
-        return json.loads(out) if out else err
-
-    def objects() -> list[Path]:
-        return files(tmp_path / "bucket")
-
-    size, facts = sum(path.stat().st_size for path in objects()), told("list")
-    assert (facts["blocks"], facts["bytes"], facts["folder"]) == (len(objects()), size, url) and len(objects()) == 3
-    assert [(one["name"], one["bytes"], one["missing"]) for one in facts["sessions"]] == [("me/a", size, 0)]
-    assert told("show", "me/a")["bytes"] == size and (told("verify")["blocks"], told("verify")["bytes"]) == (3, size)
-    assert not files(tmp_path / "here"), "nothing is copied to look at it"
-    told("export", "me/a", str(tmp_path / "a.tar"))
-    told("import", str(tmp_path / "a.tar"), "me/b")
-    told("rm", "me/b")
-    assert len(objects()) == 3, "of the other session"
-    assert "lifecycle" in told("prune", "--quota", "1", code=2)
-    flip(objects()[0])
-    assert len(told("verify", code=1)["removed"]) == 1 and len(objects()) == 2
-    assert told("list")["sessions"][0]["missing"] == 1 and told("verify")["incomplete"] == {"me/a": 1}
-    store.blocks.write(BlockName("me", "ab" * 16), {"keys": torch.zeros(4)})
-    assert told("prune", "--unused")["blocks"] == 1
-    told("rm", "me/a")
-    assert not objects() and told("list")["sessions"] == []
 
 
 def test_a_session_is_forked(run: Run, folder: str, model_folder: Path) -> None:
@@ -280,7 +238,7 @@ def test_the_folder_is_the_users_unless_one_is_named(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
     empty = json.loads(run("cache", "list", "--json")[1])
     where = str(tmp_path / "none" / "kvkeep" / "store")
-    assert empty == {"sessions": [], "blocks": 0, "bytes": 0, "quota": 2 * 10**9, "folder": where, "foreign": []}
+    assert empty == {"sessions": [], "blocks": 0, "bytes": 0, "quota": 2 * 10**9, "folder": where}
     code, _, err = run("chat", "--sessions", folder)
     assert code == 2 and "--session NAME" in err
 

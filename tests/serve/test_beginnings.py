@@ -228,18 +228,6 @@ def test_a_disk_that_fails_costs_the_cache_and_nothing_else(
     engine.close()
 
 
-def test_servers_that_share_a_folder_begin_with_each_others_blocks(tmp_path: Path) -> None:
-    first, second = serving(tmp_path, shared=True), serving(tmp_path, shared=True)
-    ids = LONG
-    for turn, server in enumerate((first, second, first, second)):
-        client = told(server, ids)
-        assert client.ended.cached >= len(LONG) + NEW - 1 if turn else client.ended.cached == 0
-        assert [*client.ended.tokens] == alone("llama", ids, **FULL)
-        ids = [*ids, *client.ended.tokens, 3, 4]
-    for server in (first, second):
-        server.close()
-
-
 def test_after_a_kill_the_next_turn_of_any_client_skips_the_prefill(tmp_path: Path) -> None:
     model = saved(tiny("llama", positions=8192), tmp_path / "model")
     options = ["--model", str(model), "--memory", "200MB", "-x", "full"]

@@ -55,10 +55,10 @@ def test_a_store_that_became_read_only_serves_nobody(tmp_path: Path, monkeypatch
     given = dict.fromkeys(("device", "memory", "age", "quota", "time", "answers", "bucket", "at_end", "capacity"))
     given |= {"model": "smollm2", "weights": "auto", "pre": None, "waiting": 1, "sessions": str(tmp_path), "cors": ()}
     service = Service.parse(given | {"log_requests": False}, {}, ())
-    assert service.store(shared=False) is not None
+    assert service.store() is not None
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # of a system that runs as root, too
     with pytest.raises(UsageError, match="cannot be written; name another"):
-        service.store(shared=False)
+        service.store()
 
 
 def test_keys_come_from_a_file_and_a_made_one_is_kept(

@@ -16,7 +16,7 @@ from families import tiny
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.blocks import references
-from kvkeep.blocks.references import Reference
+from kvkeep.blocks.references import Reference, SessionFiles
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.decode.cached_text import CachedText
@@ -254,12 +254,12 @@ def test_a_session_on_a_disk_that_became_read_only_is_read_and_answered(
         Store(tmp_path).remove("me/talk")
     engine = serving(tmp_path)
 
-    def read_only(reference: Reference, *given: Any) -> Any:
-        raise references.unwritable(reference.folder, OSError(30, "Read-only file system"))
+    def read_only(*_: Any) -> Any:
+        raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reference, "_open", read_only)
-        patch.setattr(Reference, "commit", read_only)
+        patch.setattr(SessionFiles, "hold", read_only)
+        patch.setattr(SessionFiles, "write", read_only)
         ids = [*parts[0], *one.ended.tokens, *parts[1]]
         two = told(engine, ids, "talk", **kind)
         assert (two.ended.cached > 0) == kept and two.ended.written == NEW
@@ -462,7 +462,6 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert (info.name, info.saves, info.in_use, info.problem) == ("me/talk", 2, False, None)
     kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert kinds == {".json", ".block", "bytes", "kvkeep-store", "lock"}  # nothing unfinished
-
 
 
 @pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])

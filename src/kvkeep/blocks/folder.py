@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
-from kvkeep.files import is_temporary, sync_name, write_whole
+from kvkeep.files import sync_name, write_whole
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.private_files import as_file, check_kind, is_file, kind_of, make_folder, open_file, wait_for_lock
+from kvkeep.private_files import as_file, check_kind, is_file, make_folder, open_file, wait_for_lock
 
 SUFFIX = ".block"
 LEDGER = "bytes"
@@ -264,25 +264,6 @@ class BlockFolder:
         """Return whether ``folder`` is that of the block ``key`` of some namespace."""
         *space, start = os.path.relpath(folder, self.folder).split(os.sep)
         return bool(space) and start == key[:2]
-
-    def foreign(self) -> Iterator[tuple[str, str]]:
-        """Yield path and kind of what is in the folder and none of kvkeep's. Raises OSError."""
-        if (kind := kind_of(self.folder)) not in (None, "a folder"):
-            yield str(self.folder), str(kind)
-            return
-        for folder, folders, files in os.walk(self.folder):
-            for name in (*folders, *files):
-                path = os.path.join(folder, name)
-                key, suffix = os.path.splitext(name)
-                kind = kind_of(path)
-                if kind == "a folder":
-                    ours = suffix != SUFFIX
-                else:
-                    block = suffix == SUFFIX and _KEY.fullmatch(key) and self._is_place(folder, key)
-                    ledger = name == LEDGER and folder == str(self.folder)
-                    ours = kind is None or (kind == "a file" and bool(block or ledger or is_temporary(name)))
-                if not ours:
-                    yield path, str(kind)
 
     def _known_total(self, ledger: IO[bytes]) -> int | None:
         """Return the total in the ledger; None if this program has not counted since the ledger was made: an earlier

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MARKER = "kvkeep-store"
 VERSION = 1
-FOLDERS = ("blocks", "sessions", "buckets")
+FOLDERS = ("blocks", "sessions")
 """The names of the folders in a store."""
 _OF_DISKS = ("lost+found",)
 """What the root folder of a disk has."""

@@ -32,14 +32,13 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.header import MAX_DEPTH, MAX_SLOTS, check_version, checked, damaged, too_deep
 from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
 from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
-from kvkeep.blocks.references import Reference
+from kvkeep.blocks.references import SHARED, Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     BlockVersion,
     KvkeepError,
-    SessionBusy,
     SessionDamaged,
     SessionError,
     SessionUnwritable,
@@ -86,7 +85,7 @@ class StoredSession(Reference):
 
     def __init__(self, store: Store, name: str, *, writing: bool = False) -> None:
         self.store, self.name, self.space = store, name, store.space(name)
-        super().__init__(**store.place(name, writing))
+        super().__init__(store.place(name, writing), writing=writing)
         self._replaced = store.replaced  # how often it was when this session last was in its folder
 
     @classmethod
@@ -94,7 +93,7 @@ class StoredSession(Reference):
         """Return the only session of the store at ``path``."""
         store = Store(path, quota=None)
         store.check()
-        if not writing and not store.path(ONLY).is_dir():
+        if not writing and not store.files(ONLY).exists():
             raise SessionError(f"There is no session at '{path}'.")
         return cls(store, ONLY, writing=writing)
 
@@ -107,7 +106,7 @@ class StoredSession(Reference):
     @property
     def path(self) -> str:
         """The path of the session: of its store, if that holds nothing else."""
-        return str(self.store.folder if self.name == ONLY else self.folder)
+        return str(self.store.folder if self.name == ONLY else self.files.path)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -194,7 +193,7 @@ class StoredSession(Reference):
             renewed |= self._renew()
             try:
                 write()
-            except (StoreError, SessionBusy):
+            except (StoreError, SessionError):
                 if number > _REMOVALS or not self._removed():
                     raise
             else:
@@ -206,7 +205,7 @@ class StoredSession(Reference):
         """Return whether the session's folder was removed or replaced since it was renewed, as far as that is known."""
         with suppress(KvkeepError, OSError):
             self.store.create()
-            return self.store.replaced != self._replaced or not self._in_place
+            return self.store.replaced != self._replaced or not self.files.held()
         return False
 
     def _renew(self) -> bool:
@@ -224,8 +223,8 @@ class StoredSession(Reference):
         return renewed
 
     def _remove_state(self, key: str) -> None:
-        """Remove the state of an earlier save, unless a fork of that save has it."""
-        if self.unshare(key):
+        """Remove the state of an earlier save, unless a fork has it (of an earlier version, which noted that)."""
+        if os.path.exists(self.files.path / f"{key}{SHARED}"):
             self.store.release(self.name, {key})
         else:
             self.store.blocks.remove(self.block(key))

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +21,24 @@ from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.header import checked
-from kvkeep.blocks.marked_folder import FOLDERS, MARKER, MarkedFolder, is_ours
-from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
-from kvkeep.blocks.references import (
-    Reference,
-    create_file,
-    generations,
-    in_use,
-    is_own,
-    last_used,
-    newest,
-    remove_folder,
-    unwritable,
-)
+from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
+from kvkeep.blocks.names import belongs_to_sessions, session_key, state_key, tail_key
+from kvkeep.blocks.references import Reference, SessionFiles, newest, unwritable
 from kvkeep.clock import ClockWatch
-from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, SessionVersion, UsageError, reason_of
+from kvkeep.errors import (
+    BlockDamaged,
+    BlockMissing,
+    SessionBusy,
+    SessionError,
+    SessionUnwritable,
+    SessionVersion,
+    StoreError,
+    UsageError,
+    reason_of,
+)
 from kvkeep.files import remove_abandoned
 from kvkeep.models.folders import data_folder
-from kvkeep.private_files import is_folder, kind_of
+from kvkeep.private_files import is_folder
 
 log = logging.getLogger(__name__)
 
@@ -106,23 +106,16 @@ class Store(MarkedFolder):
 
     A session's name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. An owner's blocks
     are used for this owner only. quota: the maximum bytes of all blocks; age: the maximum seconds since a block or a
-    session was used; None: no limit. shared: programs on several machines use the folder; its locks need not reach from
-    one machine to another. Raises UsageError for a folder that is not a store, and for an invalid name.
+    session was used; None: no limit. A store that is elsewhere is a subclass with its own :attr:`blocks`,
+    :meth:`files` and :meth:`_names`. Raises UsageError for a folder that is not a store, and for an
+    invalid name.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        quota: int | None = QUOTA,
-        age: float | None = None,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, quota: int | None = QUOTA, age: float | None = None) -> None:
         super().__init__(folder)
-        self.age, self.shared = age, shared
+        self.age = age
         self.blocks = BlockFolder(self.folder / "blocks", quota)
-        self._sessions = self.folder / "sessions"
-        self._create_file: Callable[[Any, bytes, bool], None] = create_file
+        self._sessions: Any = self.folder / "sessions"
         self._clock = ClockWatch()
 
     @property
@@ -143,23 +136,25 @@ class Store(MarkedFolder):
             )
         return self._sessions / f"{name}{SUFFIX}"
 
-    def place(self, name: str, writing: bool) -> dict[str, Any]:
-        """Return the arguments of the :class:`Reference` of a session. Raises SessionError if it has to exist and does
-        not."""
+    def files(self, name: str) -> SessionFiles:
+        """Return the files of the session of this name, whether or not it exists."""
+        return SessionFiles(self.path(name), self.folder)
+
+    def place(self, name: str, writing: bool) -> SessionFiles:
+        """Return the files of a session to be opened. Raises SessionError if it has to exist and does not."""
         if not writing:
-            return {"folder": self._existing(name), "create": self._create_file}
-        path = self.path(name)
+            return self._existing(name)
+        files = self.files(name)
         self.create()
-        root = self.folder if isinstance(path, Path) else None
-        return {"folder": path, "writing": True, "shared": self.shared, "create": self._create_file, "root": root}
+        return files
 
     def open(self, name: str) -> Reference:
         """Return the session open for writing; create it if missing."""
-        return Reference(**self.place(name, writing=True))
+        return Reference(self.place(name, writing=True), writing=True)
 
     def read(self, name: str) -> Reference:
         """Return the session as last saved; another program may be writing to it."""
-        return Reference(**self.place(name, writing=False))
+        return Reference(self.place(name, writing=False))
 
     def space(self, name: str) -> str:
         """Return the namespace of the blocks of a session: that of its owner."""
@@ -195,7 +190,7 @@ class Store(MarkedFolder):
         age = None if self.age is None or self.age > steady else self.age
         for name in [*self._names()] if age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
-                if time.time() - last_used(self.path(name)) > (age or 0):
+                if time.time() - self.files(name).used() > (age or 0):
                     gone += self._removed(name)
         self.blocks.evict(age)
         if steady < ABANDONED_S:
@@ -232,17 +227,17 @@ class Store(MarkedFolder):
         for space in {name.space for name in blocks}:
             names = [*self._names(None if space == LOCAL else space)]
             names = [name for name in names if self.space(name) == space and name != but]
-            known = b"".join(newest(self.path(name))[1] for name in names)
+            known = b"".join(newest(self.files(name))[1] for name in names)
             for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
                 for one in (key, tail_key(key), state_key(key)):
                     self.blocks.remove(BlockName(space, one))
 
     def fork(self, name: str, other: str) -> None:
         """Add a session ``other`` of the same owner that continues from the last save of the session ``name``, which
-        another program may be writing to. Both name the same blocks. Raises SessionError, and UsageError if there is
-        such a session."""
+        another program may be writing to. Both name the same blocks, and each has its own state. Raises SessionError,
+        and UsageError if there is such a session."""
         self.path(other)
-        source = self.read(name)
+        self._existing(name)
         if self.space(name) != self.space(other):
             raise UsageError(
                 f"The session '{other}' cannot use the blocks of '{name}', which has another owner; use 'kvkeep cache "
@@ -251,69 +246,62 @@ class Store(MarkedFolder):
         with self.open(other) as twin:
             if twin.saves:
                 raise UsageError(f"There is a session '{other}' already; give another name.")
-            try:
-                self._continue(source, twin)
-                while (now := self.read(name)).mark != source.mark:  # it was saved meanwhile, and its state is gone
-                    source = now
-                    self._continue(source, twin)
-            except BaseException:
-                twin.discard()
-                raise
+            while not self._forked(name, twin):
+                pass
 
-    @staticmethod
-    def _continue(source: Reference, twin: Reference) -> None:
-        """Make the last save of ``source`` that of ``twin``. Raises SessionError."""
-        about = checked(source.about)
-        for one in (source, twin):  # before another session names the state, so that no save removes it
-            one.share(about["state"])
-        twin.saves = twin.saves or source.saves - 1
-        twin.commit(about)
+    def _forked(self, name: str, twin: Reference) -> bool:
+        """Make the last save of the session ``name`` that of ``twin``; return False, and leave nothing, if the session
+        was saved meanwhile, so that its blocks may be gone. Raises SessionError."""
+        source, state = self.read(name), BlockName(self.space(name), session_key())
+        about, forked = checked(source.about), False
+        try:
+            with suppress(BlockDamaged, BlockMissing):  # its text is read again
+                self.blocks.write(state, self.blocks.read(BlockName(state.space, about["state"])))
+            twin.commit(about | {"state": state.key})
+            forked = self.read(name).mark == source.mark
+        except StoreError as error:
+            raise SessionUnwritable(f"The session '{name}' cannot be forked: {error}") from error
+        finally:
+            if not forked:
+                twin.discard()
+                self.blocks.remove(state)
+        return forked
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
-        path, (owner, slash, word) = self._existing(name), name.rpartition("/")
+        files, (owner, slash, word) = self._existing(name), name.rpartition("/")
         for number in itertools.count(1):
             other = f"{owner}{slash}{word[:80]}.damaged-{number}"
-            if not self.path(other).exists():
+            if not self.files(other).exists():
                 try:
-                    path.rename(self.path(other))
+                    files.rename(self.files(other))
                 except OSError as error:
-                    raise unwritable(path, error) from error
+                    raise unwritable(files.path, error) from error
                 return other
         raise AssertionError
 
-    def _existing(self, name: str) -> Path:
-        path = self.path(name)
+    def _existing(self, name: str) -> SessionFiles:
+        files = self.files(name)
         self.check()
-        if not _is_folder(path):
+        if not files.exists():
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
-        return path
+        return files
 
     def _names(self, owner: str | None = None) -> Iterator[str]:
         """Yield the name of each session, or of one owner's."""
         patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
         for path in itertools.chain(*map(self._sessions.glob, patterns)):
             name = path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
-            if _NAME.fullmatch(name) and all(map(_is_folder, (path.parent, path))):
+            if _NAME.fullmatch(name) and is_folder(path.parent) and is_folder(path):
                 yield name
-
-    def foreign(self) -> list[str]:
-        """Return a part of a sentence about each thing in the folder that is none of kvkeep's, and stays."""
-        found = list[tuple[str, str | None]]()
-        with suppress(OSError):  # there is no folder yet
-            names = [name for name in os.listdir(self.folder) if not is_ours(name) and name not in FOLDERS]
-            found += [(name, kind_of(self.folder / name)) for name in names]
-            inside = [*_foreign_to_sessions(self.folder / "sessions"), *self.blocks.foreign()]
-            found += [(os.path.relpath(path, self.folder), kind) for path, kind in inside]
-        return [f"{path!a} ({kind})" for path, kind in sorted(found) if kind is not None]
 
     def _info(self, name: str) -> SessionInfo:
         """Return the facts about a session. Raises OSError if it is missing."""
-        path = self.path(name)
-        common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "in_use": in_use(path)}
+        files = self.files(name)
+        common: dict[str, Any] = {"name": name, "path": str(files.path), "used": files.used(), "in_use": files.in_use()}
         try:
-            with Reference(path) as reference:
-                about = checked(reference.about)
+            reference = Reference(files)
+            about = checked(reference.about)
             sizes = [self.blocks.size(BlockName(self.space(name), key)) for key in (*about["blocks"], about["state"])]
             return SessionInfo(
                 **common,
@@ -328,50 +316,29 @@ class Store(MarkedFolder):
                 mark=reference.mark,
             )
         except SessionError as error:
-            problem, other = (str(error) if generations(path) else UNSAVED), isinstance(error, SessionVersion)
+            problem, other = (str(error) if files.generations() else UNSAVED), isinstance(error, SessionVersion)
         return SessionInfo(**common, bytes=0, problem=problem, other_version=other)
 
     def _removed(self, name: str) -> bool:
         """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
-        path, keys = self.path(name), set[str]()
-        if in_use(path):
+        files, keys = self.files(name), set[str]()
+        if files.in_use():
             return False
         try:
-            with suppress(SessionError), Reference(path) as reference:
-                keys = keys_of(reference.about)
+            with suppress(SessionError):
+                keys = keys_of(Reference(files).about)
             try:
-                remove_folder(path)
+                files.remove_all()
             finally:
-                if not generations(path):
+                if not files.generations():
                     self.release(name, keys)
-            if path.parent != self._sessions:
-                with suppress(OSError):
-                    path.parent.rmdir()
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not generations(path):
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not files.generations():
                 raise SessionUnwritable(
-                    f"The session '{name}' is removed, but its folder '{path}' stays: it has files of others."
+                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it has files of others."
                 ) from error
             raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
         return True
-
-
-def _is_folder(path: Any) -> bool:
-    return is_folder(path) if isinstance(path, Path) else bool(path.is_dir())  # in a bucket are no links
-
-
-def _foreign_to_sessions(folder: Path, owner: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yield path and kind of what is none of kvkeep's in a folder of sessions; owner: whose it is."""
-    for path in sorted(folder.iterdir()) if is_folder(folder) else ():
-        session = path.name.endswith(SUFFIX)
-        if not is_folder(path) or not _NAME.fullmatch(f"{owner}{path.name.removesuffix(SUFFIX)}"):
-            yield str(path), kind_of(path)
-        elif session:
-            yield from ((str(one), kind_of(one)) for one in sorted(path.iterdir()) if not is_own(one))
-        elif owner:
-            yield str(path), kind_of(path)
-        else:
-            yield from _foreign_to_sessions(path, f"{path.name}/")
 
 
 def keys_of(about: dict[str, Any] | None) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,34 +33,31 @@ Word = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or
 File = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
 
 
-SHOWN = 5
-"""The most names in a sentence."""
-
-
 @dataclass(frozen=True)
 class StorePlace:
     """Where the store is."""
 
     sessions: options.Sessions = None
-    bucket: options.Bucket = None
 
     def store(self) -> Store:
         """Return the named store, which exists, or the user's. Raises SessionError and UsageError."""
-        if self.sessions is not None and self.bucket is None and not Path(self.sessions).exists():
+        from kvkeep.blocks.store import user_store
+
+        if self.sessions is not None and not Path(self.sessions).exists():
             raise SessionError(
                 f"There is no folder '{self.sessions}'; give the folder of the sessions with --sessions."
             )
-        store = self._store()
+        store = user_store(self.sessions)
         store.check()
         return store
 
     def named(self, name: str) -> tuple[Store, str]:
         """Return the store of a session, which may be missing, and its name there."""
-        from kvkeep.blocks.store import ONLY, Store, is_path
+        from kvkeep.blocks.store import ONLY, Store, is_path, user_store
 
-        if self.sessions is None and self.bucket is None and is_path(name):
+        if self.sessions is None and is_path(name):
             return Store(Path(name).expanduser(), quota=None), ONLY
-        return self._store(), name
+        return user_store(self.sessions), name
 
     def found(self, name: str) -> tuple[Store, str]:
         """Return the store of a session, which exists if it is a path, and its name there."""
@@ -69,20 +65,9 @@ class StorePlace:
         if word == name:
             return self.store(), word
         store.check()
-        if not store.path(word).is_dir():
+        if not store.files(word).exists():
             raise SessionError(f"There is no session at '{name}'.")
         return store, word
-
-    def _store(self) -> Store:
-        from kvkeep.blocks.store import store_folder, user_store
-
-        if self.bucket is None:
-            return user_store(self.sessions)
-        from kvkeep.blocks.bucket import BucketStore
-
-        store = BucketStore(store_folder(self.sessions), self.bucket)
-        store.create()  # its folder gets copies of blocks
-        return store
 
 
 @app.command("list")
@@ -97,8 +82,7 @@ def list_(
     found, (blocks, count) = store.sessions(owner), store.blocks.count()
     if json:
         total: dict[str, Any] = {"blocks": blocks, "bytes": count, "quota": store.quota}
-        total |= {"folder": place.bucket or str(store.folder), "foreign": store.foreign()}
-        print_json({"sessions": [_facts(info) for info in found]} | total)
+        print_json({"sessions": [_facts(info) for info in found]} | total | {"folder": str(store.folder)})
         return
     table = Table(box=None, header_style="bold")
     for heading in ("session", "size", "used", "saves", "tokens", "method", "budget", "model"):
@@ -110,8 +94,7 @@ def list_(
     show(table)
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
     sizes = f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}"
-    note(f"{sizes}, in {place.bucket or store.folder}.")
-    _say_foreign(store.foreign())
+    note(f"{sizes}, in {store.folder}.")
 
 
 @app.command("show")
@@ -164,7 +147,6 @@ def verify_(place: StorePlace, json: options.Json = False) -> None:
     else:
         for sentence in (*found.removed, *found.unreadable, *found.other_version, *found.damaged.values()):
             note(sentence)
-        _say_foreign(found.foreign)
         for name, missing in found.incomplete.items():
             note(
                 f"The session '{name}' lacks {_number(missing, 'block')}, as after an eviction; the model will read "
@@ -192,8 +174,6 @@ def prune(
     """Remove blocks and sessions. A session without blocks keeps its messages, and its text is read again."""
     if quota is None and age is None and not unused:
         raise UsageError("Say what to remove: --quota, --age or --unused.")
-    if place.bucket is not None and not (quota is age is None):
-        raise UsageError("A bucket has rules of its own for size and age (its lifecycle); with --bucket, use --unused.")
     if age is not None and not age < math.inf:
         raise UsageError(f"The option 'age' has to be a number of days, not '{age}'.")
     limit = None if quota is None else bytes_of(quota, "quota")
@@ -251,14 +231,6 @@ def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:
         print_json(facts)
     else:
         note(sentence)
-
-
-def _say_foreign(found: Sequence[str]) -> None:
-    """Print a sentence about what is in a store and none of kvkeep's."""
-    if found:
-        rest = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        names = f"{', '.join(found[:SHOWN])}{rest}"
-        note(f"The folder also holds what others wrote, which kvkeep leaves alone: {names}.")
 
 
 def _facts(info: SessionInfo) -> dict[str, Any]:

@@ -85,7 +85,6 @@ Sessions = Annotated[
     str | None,
     Option(metavar="FOLDER", help="Folder of saved sessions and their blocks.", show_default="$KVKEEP_DATA/store"),
 ]
-Bucket = Annotated[str | None, Option(metavar="URL", help="Bucket that several servers share (s3://BUCKET/PREFIX).")]
 Json = Annotated[bool, Option("--json", help="Print a single JSON object on standard output, nothing else.")]
 
 

@@ -74,10 +74,10 @@ class Engine:
 
     store: the store of sessions and beginnings; without one, evicted sessions are forgotten and read again. cache:
     default method, budget and options of a session. waiting: the maximum number of waiting requests. capacity: maximum
-    number of older entries that a session of ``endless`` stores (None: no limit). Call :meth:`start` for a thread; or
-    call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a model whose
-    attention cannot be streamed, and UsageError for a capacity that is too small for sessions that continue the
-    default one.
+    number of older entries that a session of ``endless`` stores (None: no limit). pool: the class that holds sessions
+    in memory. Call :meth:`start` for a thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises
+    UnsupportedModelError for a model whose attention cannot be streamed, and UsageError for a capacity that is too
+    small for sessions that continue the default one.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Engine:
         waiting: int = WAITING,
         store: Store | None = None,
         capacity: int | None = None,
+        pool: type[SessionPool] = SessionPool,
         **cache: Any,
     ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
@@ -106,7 +107,7 @@ class Engine:
         if capacity is not None:
             self._check_capacity(capacity, store)
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
-        self.sessions = SessionPool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
+        self.sessions = pool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.scheduler = Scheduler(self.model)
         self.running: list[Job] = []
         self.wrote: Callable[[int, float, bool], None] = lambda tokens, seconds, first: None

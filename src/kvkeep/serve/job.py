@@ -16,7 +16,7 @@ from kvkeep.engine.answer import Answer, Ask, TextPiece
 from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
 from kvkeep.errors import KvkeepError, OutOfMemory, place_of, ran_out_of_memory
 from kvkeep.serve.session import Name, OpenSession
-from kvkeep.serve.session_storage import Opened
+from kvkeep.serve.session_storage import OpenedSession
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Job:
     """KeepCache options of a new session."""
     names_cache: bool
     """Whether a session that exists has to have these options."""
-    opening: Future[Opened] | None = None
+    opening: Future[OpenedSession] | None = None
     """The session that is being opened in the store."""
     session: OpenSession | None = None
     """The session, once it is open."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from kvkeep.blocks.store import Store
@@ -19,7 +19,7 @@ from kvkeep.native.library import trim_memory
 from kvkeep.serve.job import Job, is_under_way
 from kvkeep.serve.prefixes import Beginnings, can_share
 from kvkeep.serve.session import Name, OpenSession, State
-from kvkeep.serve.session_storage import SessionStorage
+from kvkeep.serve.session_storage import OpenedSession, SessionStorage
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +62,26 @@ class SessionPool:
         return [one for one in self.memory.values() if one.name is None and one.storing]
 
     def named(self, job: Job) -> OpenSession | None:
-        """Return the session of a job's name; None while it is being opened. One that is opened has an empty cache, and
-        its turns must be restored. Raises SessionError and the errors of KeepCache."""
+        """Return the session of a job's name; None while it is being opened. Raises SessionError and the errors of
+        KeepCache."""
         assert job.name is not None
         if job.opening is None:
-            if job.name in self.memory:
-                return self.memory[job.name]
+            if (known := self.get(job.name)) is not None:
+                return known
             job.opening = self.storage.open(job.name, job.cache)
         if is_under_way(job.opening):
             return None
         opening, job.opening = job.opening, None
-        made = self.storage.naming_session(job.name, lambda: opening.result().session(self._model))
-        self.memory[job.name] = made
+        return self.adopt(opening.result())
+
+    def get(self, name: Name) -> OpenSession | None:
+        """Return the session in memory that can be continued; None if it has to be opened first."""
+        return self.memory.get(name)
+
+    def adopt(self, opened: OpenedSession) -> OpenSession:
+        """Return an opened session, with an empty cache, whose turns must be restored. Raises SessionError and the
+        errors of KeepCache."""
+        made = self.memory[opened.name] = self.storage.naming_session(opened.name, lambda: opened.session(self._model))
         return made
 
     def begin(self, session: OpenSession) -> None:
@@ -144,7 +152,7 @@ class SessionPool:
         self.park(session)
         return True
 
-    def facts(self, owner: str, name: str | None = None) -> Mapping[str, dict[str, Any]]:
+    def facts(self, owner: str, name: str | None = None) -> dict[str, Any]:
         """Return the facts that clients may see about the owner's sessions in memory, or one of them, by name, and the
         notes on evicted ones."""
         lost = {key[1]: {"note": note} for key, note in [*self.storage.lost_turns.items()] if key[0] == owner}

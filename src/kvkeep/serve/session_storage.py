@@ -85,7 +85,7 @@ def done(work: Callable[[], T]) -> Future[T]:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSession:
     """A session that is open in the store and whose cache does not exist yet."""
 
     name: Name
@@ -137,7 +137,7 @@ class SessionStorage:
         """Whether the store is being read or written."""
         return self.writer.busy or self.reader.busy
 
-    def open(self, name: Name, options: Mapping[str, Any]) -> Future[Opened]:
+    def open(self, name: Name, options: Mapping[str, Any]) -> Future[OpenedSession]:
         """Open a session. options: KeepCache options of a new session. The future raises SessionError, and the errors
         of KeepCache."""
         return self.writer.run(lambda: self.naming_session(name, lambda: self._open(name, options)))
@@ -200,19 +200,19 @@ class SessionStorage:
 
     # -- in the thread --------------------------------------------------------------------------------
 
-    def _open(self, name: Name, options: Mapping[str, Any]) -> Opened:
+    def _open(self, name: Name, options: Mapping[str, Any]) -> OpenedSession:
         """Return the session of this name; it is new if it can neither be opened nor created now."""
         try:
             opened = self._opened(name, options)
         except SessionUnwritable as error:
             log.warning("The session '%s' begins without the store: %s", name[1], error)
-            opened = Opened(name, Request.parse(**options))
+            opened = OpenedSession(name, Request.parse(**options))
         return replace(opened, note=opened.note or self.lost_turns.pop(name, None))
 
-    def _opened(self, name: Name, options: Mapping[str, Any]) -> Opened:
+    def _opened(self, name: Name, options: Mapping[str, Any]) -> OpenedSession:
         request = Request.parse(**options)
         if self.store is None:
-            return Opened(name, request)
+            return OpenedSession(name, request)
         with ExitStack() as on_error:
             stored, note = self._stored(name)
             on_error.callback(lambda: stored.close())
@@ -234,7 +234,7 @@ class SessionStorage:
                     "use another name."
                 )
             on_error.pop_all()
-            return Opened(name, request, stored, continues, note)
+            return OpenedSession(name, request, stored, continues, note)
 
     def _stored(self, name: Name) -> tuple[StoredSession, str | None]:
         """Return a stored session, open for writing if the disk allows it, and a note if it replaced a damaged one."""

@@ -1,11 +1,11 @@
 """Replicas of the server on a Ray cluster: each process of a Ray Serve deployment runs the same application.
 
 A session belongs to no replica. Its turns are in a store that all replicas see, and a turn is saved only if no other
-replica has continued the session meanwhile (:mod:`~kvkeep.blocks.references`). So any replica can answer any request.
+replica has continued the session meanwhile. So any replica can answer any request.
 Consistent hashing sends all requests of a session to one replica, as long as it exists, so that it has the session in
 memory.
-:mod:`~kvkeep.serve.http.ray_proxy` runs in Serve's proxies: it sets the hashed key, and completes answers of replicas
-that ended.
+:mod:`~kvkeep_cluster.proxy` runs in Serve's proxies: it sets the hashed key, and completes answers of replicas that
+ended.
 
 This is the only module that imports ray.serve.
 """
@@ -31,22 +31,22 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
-from kvkeep import ray_cluster
 from kvkeep.errors import KvkeepError, UsageError, unknown
-from kvkeep.extras import optional
 from kvkeep.models.loading import DEFAULT
 from kvkeep.plugins import first_line
-from kvkeep.ray_cluster import ClusterEnded, connected
 from kvkeep.serve.engine import WAITING
 from kvkeep.serve.http.app import alive
 from kvkeep.serve.http.connection import KEEP_ALIVE_S
 from kvkeep.serve.http.keys import keys_given
 from kvkeep.serve.http.middleware import log_requests
-from kvkeep.serve.service import Service, number
+from kvkeep.serve.service import number
+from kvkeep_cluster import ray_cluster
+from kvkeep_cluster.ray_cluster import ClusterEnded, connected
+from kvkeep_cluster.service import ClusterService
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 ENVIRONMENT = {
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.ray_proxy:middleware",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep_cluster.proxy:middleware",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 """The required environment of the cluster's processes. The first variable adds the middleware to the proxies. With the
@@ -115,9 +115,9 @@ class Scale:
 class Replica:
     """One process with a model, its engine, and the application of ``kvkeep serve``. Serve creates and calls it."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ClusterService) -> None:
         self.loaded = service.load()
-        self.engine = service.engine(self.loaded, shared=True)
+        self.engine = service.engine(self.loaded)
         self.service, self.context = service, ray_serve().get_replica_context()
         if service.logs:
             log_requests()
@@ -177,8 +177,15 @@ def labelled(figures: Iterable[tuple[str, bytes]]) -> bytes:
 
 def ray_serve() -> Any:
     """Return Ray Serve. Raises UsageError if it is not installed."""
-    optional("mmh3", "ray")  # required by its router
-    return optional("ray.serve", "ray")
+    try:
+        import mmh3  # noqa: F401 - required by its router
+        from ray import serve
+    except ImportError as error:
+        raise UsageError(
+            f"--replicas needs Ray Serve, and there is no '{error.name}' here: pip install ./connectors/cluster (in a "
+            "clone of the repository)."
+        ) from error
+    return serve
 
 
 @contextmanager
@@ -194,7 +201,7 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
 
 
 def deploy(
-    service: Service, scale: Scale, host: str, port: int, tls: Mapping[str, str]
+    service: ClusterService, scale: Scale, host: str, port: int, tls: Mapping[str, str]
 ) -> tuple[str, int, Mapping[str, str]]:
     """Run the replicas in the cluster; return when all accept requests. Return host, port and tls of the cluster's
     proxies; they are the given ones if the cluster had no proxies.
@@ -203,6 +210,8 @@ def deploy(
     those of running proxies, and KvkeepError if the replicas cannot start; then replicas of an earlier call that have
     not ended continue.
     """
+    from ray.exceptions import RayError
+
     serve = ray_serve()
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": KEEP_ALIVE_S, **tls}
     try:
@@ -215,7 +224,7 @@ def deploy(
                 "them; leave these options out, or first end Serve ('serve shutdown')."
             )
         serve.run(bound(service, scale), name=NAME, route_prefix="/", logging_config=SERVE_LOGGING)
-    except (RuntimeError, TimeoutError, optional("ray", "ray").exceptions.RayError) as error:
+    except (RuntimeError, TimeoutError, RayError) as error:
         raise KvkeepError(f"The replicas did not start: {_why(serve) or first_line(error)}") from error
     return there
 
@@ -240,7 +249,7 @@ def _why(serve: Any) -> str:
     return ""
 
 
-def bound(service: Service, scale: Scale) -> Any:
+def bound(service: ClusterService, scale: Scale) -> Any:
     """Return the application in the form that Serve runs."""
     serve = ray_serve()
     made = serve.deployment(
@@ -258,7 +267,7 @@ def bound(service: Service, scale: Scale) -> Any:
 
 
 def app(given: Mapping[str, Any]) -> Any:
-    """Return the application for Serve's configuration files, which name it as ``kvkeep.serve.replicas:app``.
+    """Return the application for Serve's configuration files, which name it as ``kvkeep_cluster.replicas:app``.
 
     given: options of ``kvkeep serve`` by name, with underscores: all of :data:`NEEDED`, at least one of :data:`CACHE`,
     and any of :data:`OPTIONS`. Keys come from KVKEEP_API_KEYS and from the file ``keys``. Raises UsageError.
@@ -272,7 +281,7 @@ def app(given: Mapping[str, Any]) -> Any:
     if missing:
         raise UsageError(f"The application needs {' and '.join(missing)}; give it among its arguments.")
     scale = Scale.parse(options["replicas"], options["cores"], options["conversations"])
-    return bound(Service.parse(options, cache, keys_given(options["keys"])), scale)
+    return bound(ClusterService.parse(options, cache, keys_given(options["keys"])), scale)
 
 
 def drain(grace: float) -> int:
@@ -296,15 +305,17 @@ def drain(grace: float) -> int:
 
 
 def _drain(grace: float, found: Future[int]) -> None:
+    from ray.exceptions import ActorDiedError
+
     try:
-        serve, died = ray_serve(), optional("ray", "ray").exceptions.ActorDiedError
+        serve = ray_serve()
         states = serve.status().applications[NAME].deployments[NAME].replica_states
         replies = serve.get_app_handle(NAME).broadcast("drain", grace)
         try:
             results = replies.results(timeout_s=grace + 30, return_exceptions=True)
         except TimeoutError as error:
             results = [error] * states.get("RUNNING", 0)
-        silent = [one for one in results if isinstance(one, BaseException) and not isinstance(one, died)]
+        silent = [one for one in results if isinstance(one, BaseException) and not isinstance(one, ActorDiedError)]
         found.set_result(len(silent) + states.get("STOPPING", 0))  # stopping replicas are only counted
     except Exception as error:
         found.set_exception(error)
@@ -312,6 +323,8 @@ def _drain(grace: float, found: Future[int]) -> None:
 
 def lacking() -> dict[str, str]:
     """Return the values of :data:`ENVIRONMENT` and :data:`TOKEN` that the cluster was started without."""
-    ray, wanted = optional("ray", "ray"), ENVIRONMENT | TOKEN
+    import ray
+
+    wanted = ENVIRONMENT | TOKEN
     there: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in wanted}).remote())
     return {name: value for name, value in wanted.items() if there[name] != value}

@@ -1,4 +1,4 @@
-"""Replicas: the front that stands before them, and two of them on a Ray cluster, of which one is killed."""
+"""Replicas: the proxy before them, the command, and two of them on a Ray cluster, of which one is killed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -17,25 +18,33 @@ from typing import Any
 
 import httpx
 import pytest
-from answering import NEW, Alone, Client, run, small, text
+from answering import Alone
 from conftest import saved
 from families import tiny
+from kvkeep_cluster import replicas as replicas_module
+from kvkeep_cluster.proxy import HEADER, ProxyMiddleware
+from kvkeep_cluster.ray_cluster import ClusterEnded, connected
+from kvkeep_cluster.replicas import Scale, app, labelled
+from kvkeep_cluster.serve import serve_replicas
 from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
 from kvkeep.blocks.store import QUOTA, Store
 from kvkeep.cli.serve.address import Address
-from kvkeep.cli.serve.ray_serve import serve_replicas
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.ray_cluster import ClusterEnded, connected
-from kvkeep.serve import replicas as replicas_module
-from kvkeep.serve.engine import Engine
+from kvkeep.models import loading
+from kvkeep.models.loading import Loaded
+from kvkeep.plan import planner
+from kvkeep.plan.machine import Machine
 from kvkeep.serve.http.body import MAX_BODY_BYTES
-from kvkeep.serve.http.ray_proxy import HEADER, ProxyMiddleware
-from kvkeep.serve.replicas import Scale, app, labelled
 
-# -- the front --------------------------------------------------------------------------------------------
+PLAIN = Machine.from_sheet(
+    name="a plain one", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
+    layer_step=3e-4, dtype_bytes=4,
+)  # fmt: skip
+
+# -- the proxy --------------------------------------------------------------------------------------------
 
 
 class Behind:
@@ -164,46 +173,6 @@ def test_figures_of_several_replicas_have_their_names() -> None:
     assert found.count("# TYPE kvkeep_a_total counter") == 1
 
 
-# -- one folder -------------------------------------------------------------------------------------------
-
-
-def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: Path) -> None:
-    """Also with what they have in memory, and never with what another one has followed."""
-    store = Store(tmp_path, shared=True)
-    servers = [Engine(small(), 10**8, store=store, method="h2o", budget=24) for _ in range(2)]
-    alone, ids, read = Alone(small(), method="h2o", budget=24), text(40, 1), 0
-    for turn, server in enumerate([servers[number] for number in (0, 0, 1, 1, 0, 1, 0)]):
-        client = Client(server, ids, name=("me", "talk"))
-        run(server)
-        assert client.ended.cached == read and [*client.ended.tokens] == alone.answer(ids, NEW), turn
-        read, ids = len(ids) + NEW - 1, [*ids, *client.ended.tokens, *text(5, turn)]
-    first, second = servers
-    assert (
-        first.sessions.storage.restored == 2 and second.sessions.storage.restored == 2
-    )  # else what is in memory counts
-
-    begun = Client(first, ids, name=("me", "talk"))
-    while not begun.events:
-        first.step()
-    session = first.sessions.memory[("me", "talk")]
-    client = Client(second, ids, name=("me", "talk"))  # at the same time
-    run(second)
-    run(first)
-    assert [*begun.ended.tokens] == [*client.ended.tokens] == alone.answer(ids, NEW)
-    assert session.followed and "was continued or removed by another program" in str(session.unsaved)
-    assert str(tmp_path) not in str(session.unsaved) and not first.sessions.memory
-    info = store.info("me/talk")
-    assert (info.saves, info.tokens, info.problem) == (8, len(ids) + NEW - 1, None)
-    ids = [*ids, *client.ended.tokens, 7]
-    after = Client(first, ids, name=("me", "talk"))  # it goes on from the turn that is saved
-    run(first)
-    assert after.ended.read == 2 and [*after.ended.tokens] == alone.answer(ids, NEW)
-    for server in servers:
-        server.close()
-    (block,) = tmp_path.rglob("*.block")  # of the last turn
-    assert block.stem == json.loads(next(tmp_path.rglob("*.json")).read_bytes().splitlines()[0])["state"]
-
-
 # -- the command ------------------------------------------------------------------------------------------
 
 
@@ -302,7 +271,7 @@ def test_a_signal_that_ends_the_cluster_too_ends_the_command_at_once(monkeypatch
     )
     monkeypatch.setattr(replicas_module, "ray_serve", lambda: serve)
     monkeypatch.setattr(replicas_module, "CHECK_S", 0.01)
-    monkeypatch.setattr("kvkeep.ray_cluster.alive", lambda: False)
+    monkeypatch.setattr("kvkeep_cluster.ray_cluster.alive", lambda: False)
     with pytest.raises(ClusterEnded, match="Running answers were cut off"):
         replicas_module.drain(2)
     gone.set()
@@ -377,7 +346,34 @@ def test_what_cannot_be_replicated_is_one_sentence(
     assert code == 2 and "'cores' has to be a number" in err and "Traceback" not in err
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     code, _, err = run(*common, "--replicas", "2")
-    assert code == 2 and "pip install 'kvkeep[ray]'" in err and "Traceback" not in err
+    assert code == 2 and "pip install ./connectors/cluster" in err and "Traceback" not in err
+
+
+def test_a_command_with_replicas_has_no_model_of_its_own(
+    run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the planner needs one, it is gone before replicas start."""
+    pytest.importorskip("ray.serve")
+    loaded, load = list[Any](), loading.load
+
+    def noted(*given: Any, **options: Any) -> Loaded:
+        found = load(*given, **options)
+        loaded.append(weakref.ref(found.model))
+        return found
+
+    def started(*given: Any) -> None:
+        assert not [one for one in loaded if one() is not None]
+        raise KvkeepError("It ends here.")
+
+    monkeypatch.setattr(loading, "load", noted)
+    monkeypatch.setattr(replicas_module, "cluster", started)
+    monkeypatch.setattr(planner, "machine_here", lambda *given: PLAIN)
+    common = ("serve", "--replicas", "2", "--port", "0", "--sessions", str(tmp_path), "--model")
+    for options, count in ((("--memory", "50MB", "-x", "full"), 0), (("--memory", "50MB"), 1), (("-x", "full"), 2)):
+        code, _, err = run(*common, str(model_folder), *options)
+        assert (code, len(loaded)) == (1, count) and "It ends here." in err, err
+    code, _, err = run(*common, str(tmp_path), "--memory", "50MB", "-x", "full")
+    assert code == 1 and "is not a model" in err
 
 
 # -- two of them ------------------------------------------------------------------------------------------
@@ -454,7 +450,7 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(tmp_path: Path) 
         assert len(talks) == 4 and len(replicas()) == len(held) == 2
 
         # Another server takes a session of the folder, and goes on with it: the replica has to follow.
-        store, (owner,) = Store(folder, shared=True), {path.parent.name for path in folder.rglob("*.session")}
+        store, (owner,) = Store(folder), {path.parent.name for path in folder.rglob("*.session")}
         body = {"model": running.model, "prompt": [*talks[0].ids, 7], "max_tokens": 1, "temperature": 0}
         body |= {"kvkeep": {"session": talks[0].name}}
         other = post(running.address, body, KEYS[1], "/v1/completions").json()

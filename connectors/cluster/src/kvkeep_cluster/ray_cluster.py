@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.extras import optional
 from kvkeep.files import dead, owner
 from kvkeep.plugins import first_line
 
@@ -47,11 +46,12 @@ def connected(
     any.
 
     address: the cluster's, ``auto`` for the one that this machine is part of; None starts one here with ``cores``
-    cores, ``environment``, and room for ``data`` bytes. Raises UsageError where Ray is missing and for an invalid
-    address, KvkeepError where there is no cluster. The block raises ClusterEnded when :func:`alive` is false. It then
-    does not shut Ray down: Ray would wait a minute and end this process.
+    cores, ``environment``, and room for ``data`` bytes. Raises UsageError for an invalid address, and KvkeepError where
+    there is no cluster. The block raises ClusterEnded when :func:`alive` is false. It then does not shut Ray down: Ray
+    would wait a minute and end this process.
     """
-    ray = optional("ray", "ray")
+    import ray
+
     if ray.is_initialized():
         yield
         return
@@ -82,8 +82,10 @@ def connected(
 
 def alive() -> bool:
     """Return whether the cluster that this process is the driver of answers."""
+    import ray
+
     try:
-        host, _, port = optional("ray", "ray").get_runtime_context().gcs_address.rpartition(":")
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError:
         return False
@@ -91,11 +93,12 @@ def alive() -> bool:
 
 
 def _shutdown(kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-    shutdown = optional("ray", "ray").shutdown
+    import ray
+
     if isinstance(error, ClusterEnded):
-        atexit.unregister(shutdown)
+        atexit.unregister(ray.shutdown)
     else:
-        shutdown()
+        ray.shutdown()
 
 
 def _reach(address: str) -> None:
