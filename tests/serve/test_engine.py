@@ -22,6 +22,7 @@ from kvkeep.errors import EngineStopping, KvkeepError, PromptTooLong, UsageError
 from kvkeep.serve import engine as engines
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.service import warm_up
 
 PLENTY = 10**9
 
@@ -358,11 +359,11 @@ def test_an_engine_warms_up_before_its_first_request_and_keeps_nothing(
 
     monkeypatch.setattr(schedulers.Scheduler, "step", counted)
     engine = serving(store=Store(tmp_path))
-    engine.warm_up()
+    warm_up(engine)
     engine.step()
     assert steps and not engine.sessions.memory and not [*tmp_path.rglob("*.block")]
     steps.clear()
-    engine.warm_up()
+    warm_up(engine)
     client = Client(engine, text(20, 1))
     engine._take_in(False)
     assert not steps  # the request does not wait for it
@@ -370,7 +371,7 @@ def test_an_engine_warms_up_before_its_first_request_and_keeps_nothing(
     assert [*client.ended.tokens] == alone("llama", text(20, 1), method="full")
     with monkeypatch.context() as patch:
         patch.setattr(engines, "encode", lambda *given: 1 / 0)
-        engine.warm_up()
+        warm_up(engine)
         run(engine)
     again = Client(engine, text(20, 1))
     run(engine)

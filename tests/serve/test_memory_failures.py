@@ -33,7 +33,7 @@ from kvkeep.errors import KvkeepError, ModelTooLarge, OutOfMemory, out_of_memory
 from kvkeep.models import loading
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.native import room, threads
-from kvkeep.serve import engine as serving
+from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import body as bodies
 from kvkeep.serve.http.errors import api_error
@@ -426,7 +426,7 @@ def test_with_next_to_no_memory_the_newest_answer_ends_first(monkeypatch: pytest
     clients = [Client(engine, text(40, seed), 12) for seed in range(2)]
     while not all(client.job.writes for client in clients):
         engine.step()
-    monkeypatch.setattr(serving, "has_room", lambda nbytes: len(engine.running) < 2)
+    monkeypatch.setattr(session_pool, "has_room", lambda nbytes: len(engine.running) < 2)
     engine.step()
     assert isinstance(clients[1].events[-1], OutOfMemory) and not clients[0].done
     while not clients[0].done:

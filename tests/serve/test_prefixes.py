@@ -64,7 +64,7 @@ def test_what_is_granted_stays_within_the_memory_and_shared_blocks_count_once(tm
     cache = KeepCache(engine.model, "full")
     engine.arbiter.total = int(2.5 * peak_bytes(cache, 616))
     clients = [Client(engine, [*system, *text(8, 1 + number)], 8, owner="me") for number in range(6)]
-    most, single, engine._stopping = 0, 0, True
+    most, single, engine.stopping = 0, 0, True
     while engine.step():
         assert memory_use(engine).granted <= engine.arbiter.total
         most, single = max(most, len(engine.running)), max(single, sum(job.granted for job in engine.running))
@@ -194,7 +194,7 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
             assert memory_use(engine).memory <= engine.arbiter.total
         if dice.random() < 0.2:
             client.job.cancel()
-    engine._stopping = True
+    engine.stopping = True
     while engine.step():
         assert memory_use(engine).memory <= engine.arbiter.total
     assert sum(client.ended.cached for client, _, _ in asked) > 1000

@@ -97,10 +97,10 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             ids[number] += parts[number][turn]
             kind = {} if turn else cache[number]
             clients.append(Client(engine, ids[number], NEW, name=("me", str(number)), **kind))
-        engine._stopping = True
+        engine.stopping = True
         while engine.step():
             assert sum(one.memory_bytes for one in engine.sessions.memory.values()) <= engine.arbiter.total
-        engine._stopping = False
+        engine.stopping = False
         for number, client in enumerate(clients):
             assert turn == 0 or client.ended.cached >= len(ids[number]) - len(parts[number][turn]) - 1, cache[number]
             ids[number] += client.ended.tokens

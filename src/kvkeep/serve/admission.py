@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,13 +22,15 @@ from kvkeep.serve.prefixes import Prefix, find
 from kvkeep.serve.session import Name, OpenSession, State
 from kvkeep.serve.session_pool import SessionPool
 
+UNDECIDED = 64
+"""The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
+
 
 class Admission:
     """The queue of an engine. Only the engine's thread uses it.
 
-    running, saving: the engine's admitted answers, and its answers whose turn is being saved. limit: the
-    maximum number of waiting answers; with 0, an answer begins at once or is refused. left: called for every answer
-    that no longer waits.
+    running, saving: the engine's admitted answers, and its answers whose turn is being saved. limit: the maximum number
+    of waiting answers; with 0, an answer begins at once or is refused.
     """
 
     def __init__(
@@ -38,12 +41,26 @@ class Admission:
         running: list[Job],
         saving: Collection[Job],
         limit: int,
-        left: Callable[[], None],
     ) -> None:
         self.model, self.arbiter, self.sessions = model, arbiter, sessions
         self.waiting: deque[Job] = deque()
-        self._running, self._saving, self._limit, self._left = running, saving, limit, left
+        self.count = 0
+        """Answers that wait here or in the engine's inbox."""
+        self._running, self._saving, self._limit, self._lock = running, saving, limit, threading.Lock()
         self._refused: tuple[Job, object] | None = None  # the job that waits for memory, and the holders of memory then
+
+    def enter(self) -> None:
+        """Count one more answer. Any thread may call this. Raises QueueFull."""
+        with self._lock:
+            if self.count >= (self._limit or UNDECIDED):
+                raise self._refusal()
+            self.count += 1
+
+    def _leave(self, job: Job) -> None:
+        """Remove an answer that no longer waits."""
+        self.waiting.remove(job)
+        with self._lock:
+            self.count -= 1
 
     def drop_cancelled(self) -> None:
         """End the waiting answers that were cancelled."""
@@ -58,17 +75,16 @@ class Admission:
         session = None if job.name is None else self.sessions.memory.get(job.name)
         if session is not None and not session.busy:
             self.sessions.leave(session)
-        self.waiting.remove(job)
-        self._left()
+        self._leave(job)
         job.end(last)
 
     def admit(self) -> None:
         """Begin waiting answers; if too many still wait, refuse the last ones."""
         self._admit()
         while len(self.waiting) > self._limit and not is_under_way(self.waiting[-1].opening):
-            self._dismiss(self.waiting[-1], self.refusal())
+            self._dismiss(self.waiting[-1], self._refusal())
 
-    def refusal(self) -> QueueFull:
+    def _refusal(self) -> QueueFull:
         """Return the error for a request that finds the queue full."""
         return QueueFull(f"The queue is full ({self._limit} requests); retry later.")
 
@@ -99,8 +115,7 @@ class Admission:
             if job.name is not None:
                 busy.add(job.name)
             if job.opening is None:
-                self.waiting.remove(job)
-                self._left()
+                self._leave(job)
 
     def _session(self, job: Job) -> OpenSession | None:
         """Return the session that an answer continues; None while it is being opened. Raises the error of opening

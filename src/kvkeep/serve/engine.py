@@ -25,7 +25,6 @@ import torch
 
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
-from kvkeep.decode.prompt import encode
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import (
@@ -39,34 +38,28 @@ from kvkeep.errors import (
     release,
 )
 from kvkeep.geometry import ModelGeometry
-from kvkeep.memory.rows import BLOCK
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
 from kvkeep.native.library import trim_memory
-from kvkeep.native.room import has_room
 from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission
-from kvkeep.serve.arbiter import Arbiter, peak_bytes
+from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.job import Event, Finished, Job
-from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, can_share
+from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
 from kvkeep.serve.session import Name, State, check_name
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
-from kvkeep.units import size
+from kvkeep.serve.session_storage import check_capacity
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WAITING = 64
 """The maximum number of requests that wait for memory or for another answer."""
-UNDECIDED = 64
-"""The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
 ROOM_BYTES = 16 << 20
 """The memory that the process can still get when a step begins."""
-WARM_UP_TOKENS = 8
-"""The number of tokens of the prompt and of the answer that are made before the first request."""
 
 
 class Engine:
@@ -105,7 +98,8 @@ class Engine:
             if not self.geometry.other_layers:  # these layers need a separate pass per session
                 raise
         if capacity is not None:
-            self._check_capacity(capacity, store)
+            cache_of_endless = KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
+            check_capacity(cache_of_endless, capacity, store)
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self.sessions = pool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.scheduler = Scheduler(self.model)
@@ -114,30 +108,13 @@ class Engine:
         """Called in the engine's thread when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones;
         the ``first`` ones, after its request."""
         self._saving: dict[Job, Event] = {}  # answers whose turn is being saved, and their last events
-        self._admission = Admission(
-            self.model, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
-        )
-        self._count = 0  # requests in the inbox and in the queue
-        self._limit = waiting or UNDECIDED  # of that number
+        self._admission = Admission(self.model, self.arbiter, self.sessions, self.running, self._saving, waiting)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopping = self._ended = False
+        self.stopping = self._ended = False
         self.fault: BaseException | None = None  # the error that ended its thread
         self.beat = time.monotonic()
         self.ends = end_ids(self.model)
-
-    def _check_capacity(self, capacity: int, store: Store | None) -> None:
-        """Raise UsageError if ``capacity`` is too small for ``endless``, or too large for the store's quota."""
-        cache = KeepCache(self.model, **self.options(endless_options(self.cache, self.geometry)))
-        if store is None:
-            return
-        newest = (cache.entries or 0) + cache.stream.chunk + 2 * BLOCK  # with the first and the last block
-        blocks, state = (count * self.geometry.full_bytes_per_token for count in (capacity, newest))
-        if not store.blocks.fitting(1, blocks, state):
-            raise UsageError(
-                f"The store's quota is {size(store.blocks.quota or 0)}, which does not keep a session of "
-                f"{capacity:,} older entries, {size(blocks + state)}; raise --quota, or lower --capacity."
-            )
 
     # -- from any thread ------------------------------------------------------------------------------
 
@@ -168,11 +145,9 @@ class Engine:
         named = bool(cache) if names_cache is None else names_cache
         job = Job(ask, listener, name, owner if name is None else name[0], self.options(cache), named)
         with self._lock:
-            if self._stopping:
+            if self.stopping:
                 raise EngineStopping("The server is shutting down; retry when it is back.")
-            if self._count >= self._limit:  # here, because a step may take seconds, in which the inbox fills
-                raise self._admission.refusal()
-            self._count += 1
+            self._admission.enter()  # here, because a step may take seconds, in which the inbox fills
             self._inbox.put(job)
         return job
 
@@ -212,28 +187,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """The number of requests whose answers have not begun."""
-        return self._count
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the engine refuses new requests."""
-        return self._stopping
-
-    def warm_up(self) -> None:
-        """Queue a short answer in a cache that is discarded. It does what happens once in a process, such as reading
-        the weights into memory and compiling the chat template. It ends when a request arrives, which then does the
-        rest; an error shows there as well."""
-
-        def answer() -> None:
-            prompt = encode(self.tokenizer, [{"role": "user", "content": "Hello"}])[-WARM_UP_TOKENS:]
-            cache = KeepCache(self.model, **self.cache)
-            self.arbiter.check(peak_bytes(cache, len(prompt) + WARM_UP_TOKENS))
-            ask, scheduler = Ask(prompt, WARM_UP_TOKENS), Scheduler(self.model)
-            scheduled = scheduler.add(Answer(ask, cache, self.tokenizer, self.ends, lambda _: None))
-            while not (self.waiting or self._stopping) and not scheduled.give(scheduler.step()[0].logits):
-                pass
-
-        self.call(answer)
+        return self._admission.count
 
     def start(self) -> None:
         """Run steps in a new thread."""
@@ -244,7 +198,7 @@ class Engine:
         """Refuse new requests, give running answers and their storing ``grace`` seconds to finish, cancel the rest; end
         the thread. What was not stored is read again."""
         with self._lock:
-            self._stopping = True
+            self.stopping = True
         self._inbox.put(None)
         deadline = time.monotonic() + grace
         while self._thread is not None and self._thread.is_alive():
@@ -271,7 +225,7 @@ class Engine:
         except BaseException as error:
             self.fault = error
             with self._lock:
-                self._stopping = True
+                self.stopping = True
             self._take_in(False)
             for job in [*self.running, *self._admission.waiting]:
                 job.tell(KvkeepError(f"The engine failed ({type(error).__name__}); the answer is lost."))
@@ -299,14 +253,19 @@ class Engine:
                 raise
             release(error)
             trim_memory()
-            for job in [job for job in self.running if job.answer is not None]:
-                self._fail_anyway(job, job.failure(error))
+            for job in self._answered:
+                self._end_anyway(job, job.failure(error))
             return True
 
-    def _fail_anyway(self, job: Job, error: KvkeepError) -> None:
+    @property
+    def _answered(self) -> list[Job]:
+        """The running jobs whose answers have begun."""
+        return [job for job in self.running if job.answer is not None]
+
+    def _end_anyway(self, job: Job, error: KvkeepError) -> None:
         """End a failed job. If memory runs out again meanwhile, nothing of its session is kept."""
         try:
-            self._fail(job, error)
+            self._end(job, error)
         except Exception as again:
             if not ran_out_of_memory(again):
                 raise
@@ -334,7 +293,7 @@ class Engine:
             self._read()
         elif self.sessions.storage.busy:  # all answers wait for the store
             self._take_in(True)
-        stopping = self._stopping  # read first: no request is accepted afterwards
+        stopping = self.stopping  # read first: no request is accepted afterwards
         return self._work or not self._inbox.empty() or not stopping
 
     @property
@@ -354,15 +313,11 @@ class Engine:
             elif given is not None:
                 given()
 
-    def _begun(self) -> None:
-        """Decrement the number of waiting requests."""
-        with self._lock:
-            self._count -= 1
-
     def _drop_cancelled(self) -> None:
         self._admission.drop_cancelled()
-        for job in [job for job in self.running if job.cancelled and job.answer is not None]:
-            self._end(job, "cancelled")
+        for job in self._answered:
+            if job.cancelled:
+                self._end(job, "cancelled")
 
     def _begin_answers(self) -> None:
         """Begin the answers whose sessions are in memory."""
@@ -384,8 +339,10 @@ class Engine:
                 self._leave(job, job.failure(error), stay=False)
 
     def _read(self) -> None:
-        """Run a step of the scheduler, and pass each answer its result."""
-        self._keep_room()
+        """Run a step of the scheduler, and pass each answer its result. If the process has next to no memory left, end
+        the answer that began last: small allocations that fail would end the process within libraries."""
+        if not self.sessions.make_room(ROOM_BYTES) and (answered := self._answered):
+            self._end(answered[-1], answered[-1].failure(MemoryError("less than the engine keeps free")))
         jobs = {job.scheduled: job for job in self.running}
         results = self.scheduler.step()
         tokens = sum(len(result.read.ids) for result in results)
@@ -396,7 +353,7 @@ class Engine:
             try:
                 complete = result.scheduled.give(result.logits)
             except Exception as error:
-                self._fail(job, job.failure(error))
+                self._end(job, job.failure(error))
             else:
                 if complete:
                     self._end(job, "stop" if answer.reason == "eos" else answer.reason)
@@ -405,42 +362,12 @@ class Engine:
                 self.wrote(tokens, now - job.at, not written)
                 job.at = now
 
-    def _keep_room(self) -> None:
-        """If the process has next to no memory left, evict idle sessions, and end the answer that began last: small
-        allocations that fail would end the process within libraries."""
-        if has_room(ROOM_BYTES):
-            return
-        trim_memory()
-        for session in self.sessions.idle():
-            if has_room(ROOM_BYTES):
-                return
-            self.sessions.park(session)
-        answered = [job for job in self.running if job.answer is not None]
-        if answered and not has_room(ROOM_BYTES):
-            self._fail(answered[-1], answered[-1].failure(MemoryError("less than the engine keeps free")))
-
-    def _end(self, job: Job, reason: str) -> None:
-        answer = self._halted(job)
-        tokens, fresh = tuple(answer.tokens), len(job.ask.prompt) - answer.known
-        assert job.session is not None
-        cache = job.session.cache
-        try:
-            counts = answer.known, fresh, len(tokens), cache.exact_part, cache.lost_tokens
-            last: Event = Finished(reason, answer.text, tokens, *counts)
-        except MemoryError as error:
-            last = job.failure(error)
-        self._save(job, last)
-
-    def _fail(self, job: Job, error: KvkeepError) -> None:
-        """End a failed job, and restore its session as far as possible."""
-        self._halted(job)
-        self._save(job, error)
-
-    def _halted(self, job: Job) -> Answer:
-        """Remove a job from the running ones, and restore its session to the last complete step."""
+    def _end(self, job: Job, reason: str | KvkeepError) -> None:
+        """End an answer, and restore its session to the last complete step as far as possible. reason: why it ends, or
+        the error that it failed with."""
         answer = job.halt(self.scheduler)
         self.running.remove(job)  # afterwards: a job in neither list would never end
-        return answer
+        self._save(job, reason if isinstance(reason, KvkeepError) else job.finished(answer, reason))
 
     def _save(self, job: Job, last: Event) -> None:
         """Report the last event of a job; of a named session, after its turn is saved."""
@@ -449,13 +376,7 @@ class Engine:
         if session.name is None:
             reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
-            try:
-                if reusable and self.sessions.beginnings.stored(session):
-                    self.sessions.keep(session)
-                else:
-                    self.sessions.leave(session, stay=reusable and can_share(session))
-            except MemoryError:
-                self.sessions.leave(session, stay=False)
+            self.sessions.finish(session, reusable)
             return
         session.state = State.SAVING
         try:
@@ -467,9 +388,10 @@ class Engine:
 
     def _report_saved(self) -> None:
         for job in [job for job in self._saving if job.session is None or not job.session.working]:
-            self._leave(job, self._saving.pop(job))
+            followed = job.session is not None and job.session.followed
+            self._leave(job, self._saving.pop(job), stay=not followed)
 
-    def _leave(self, job: Job, last: Event, stay: bool = True) -> None:
+    def _leave(self, job: Job, last: Event, stay: bool) -> None:
         """Mark the session of a job as idle, and report the job's last event, also if memory runs out meanwhile."""
         assert job.session is not None
         try:

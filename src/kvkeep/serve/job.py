@@ -141,6 +141,15 @@ class Job:
         past.settle([*self.ask.prompt, *answer.tokens])
         return answer
 
+    def finished(self, answer: Answer, reason: str) -> Event:
+        """Return the last event of an answer; an error if there is no memory for it."""
+        cache, tokens = answer.cache, tuple(answer.tokens)
+        counts = answer.known, len(self.ask.prompt) - answer.known, len(tokens), cache.exact_part, cache.lost_tokens
+        try:
+            return Finished(reason, answer.text, tokens, *counts)
+        except MemoryError as error:
+            return self.failure(error)
+
     def failure(self, error: Exception) -> KvkeepError:
         """Return the error that the client gets for ``error``. Of an unexpected one it has the type only, never the
         message, which may quote a prompt or a path; the log has its place."""

@@ -67,6 +67,8 @@ class OpenSession:
     """The reason why its last turn is not saved; the next save tries again."""
     emptied: bool = False
     """Whether its cache was reset after an error. It then keeps its method, although it has read nothing."""
+    followed: bool = False
+    """Whether another program has continued it in the store, where its turns can be saved no more."""
     used: float = field(default_factory=time.time)
     """The time of last use, in seconds since 1970."""
     _counted: tuple[int, Mapping[int, int]] | None = None

@@ -16,6 +16,7 @@ from typing import Any
 from kvkeep.blocks.store import Store
 from kvkeep.errors import SessionBusy
 from kvkeep.native.library import trim_memory
+from kvkeep.native.room import has_room
 from kvkeep.serve.job import Job, is_under_way
 from kvkeep.serve.prefixes import Beginnings, can_share
 from kvkeep.serve.session import Name, OpenSession, State
@@ -104,6 +105,17 @@ class SessionPool:
         if not stay or (empty and not session.has_turns and not session.emptied):
             self.park(session)
 
+    def finish(self, session: OpenSession, reusable: bool) -> None:
+        """Store the text of a session without a name whose answer has ended, or mark it as idle. reusable: whether
+        prompts may begin with its text."""
+        try:
+            if reusable and self.beginnings.stored(session):
+                self.keep(session)
+            else:
+                self.leave(session, stay=reusable and can_share(session))
+        except MemoryError:
+            self.leave(session, stay=False)
+
     def keep(self, session: OpenSession) -> None:
         """Store the blocks of a session whose answer has ended (:meth:`leave_stored`)."""
         session.enter(State.SAVING)
@@ -127,7 +139,7 @@ class SessionPool:
     def park(self, session: OpenSession) -> None:
         """Evict a session; its turns remain in the store, if it is there. If the last save failed, save again and wait
         for it."""
-        if session.unsaved is not None:
+        if session.unsaved is not None and not session.followed:
             self.storage.write(session)
             if session.unsaved is not None:
                 log.warning("A session is evicted without its last turn.")
@@ -170,6 +182,17 @@ class SessionPool:
             if session.stored is not None and time.time() - session.used > (store.age or 0):
                 self.park(session)
         self.storage.evict()
+
+    def make_room(self, wanted: int) -> bool:
+        """Evict idle sessions until the process can get ``wanted`` more bytes; return whether it can."""
+        if has_room(wanted):
+            return True
+        trim_memory()
+        for session in self.idle():
+            if has_room(wanted):
+                return True
+            self.park(session)
+        return has_room(wanted)
 
     def trim_memory(self) -> None:
         """Return released memory to the system from time to time. Parts in use lie between it, so the process would

@@ -28,12 +28,15 @@ from kvkeep.errors import (
     SessionError,
     SessionUnwritable,
     SessionVersion,
+    UsageError,
     ran_out_of_memory,
 )
+from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
 from kvkeep.policies.request import Request
 from kvkeep.serve.session import Name, OpenSession, State
+from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,20 @@ class StoreThread:
         if self._thread is not None:
             self._thread.shutdown()
         self._thread = None
+
+
+def check_capacity(cache: KeepCache, capacity: int, store: Store | None) -> None:
+    """Raise UsageError if the store's quota does not keep a session of ``endless``, with ``capacity`` older entries and
+    a cache like this."""
+    if store is None:
+        return
+    newest = (cache.entries or 0) + cache.stream.chunk + 2 * BLOCK  # with the first and the last block
+    blocks, state = (count * cache.geometry.full_bytes_per_token for count in (capacity, newest))
+    if not store.blocks.fitting(1, blocks, state):
+        raise UsageError(
+            f"The store's quota is {size(store.blocks.quota or 0)}, which does not keep a session of "
+            f"{capacity:,} older entries, {size(blocks + state)}; raise --quota, or lower --capacity."
+        )
 
 
 def done(work: Callable[[], T]) -> Future[T]:
@@ -172,6 +189,7 @@ class SessionStorage:
             renewed = stored.save(Session(session.cache, [session.past.ids], tokenizer=self._tokenizer))
         except Exception as error:
             assert session.name is not None
+            session.followed = isinstance(error, SessionBusy)
             known = self._without_path(session.name, error) if isinstance(error, KvkeepError) else type(error).__name__
             known = "there was not enough memory." if ran_out_of_memory(error) else known
             session.unsaved = f"The last turn is not saved: {known}"
