@@ -386,21 +386,11 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/ready").status_code == 200
 
 
-def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> None:
-    schema = httpx.get(f"{address}/openapi.json").json()
-    assert httpx.get(f"{address}/docs").status_code == 200 and "HTTPValidationError" not in json.dumps(schema)
-    operations = {(method, path): one for path, own in schema["paths"].items() for method, one in own.items()}
-    for (method, path), one in operations.items():
-        assert {"400", "401", "404", "409", "413", "429", "503", "default"} <= one["responses"].keys(), path
-        assert "422" not in one["responses"] and " " in one["summary"], one
-        found = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer("wrong"))
-        assert (found.status_code == 401) == ("security" in one), path
-        own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
-        assert str(own.status_code) in one["responses"], path
-    extension = schema["components"]["schemas"]["Extension"]["properties"]
-    assert all(one["description"] for one in extension.values()), "the page of the API explains each field"
-    error = schema["components"]["schemas"]["ErrorDetail"]["required"]
-    assert {*post(address, {}).json()["error"]} == {*error}
+def test_every_route_needs_a_key_but_for_what_tells_nothing(address: str) -> None:
+    public = {"/", "/health", "/ready", "/page/style.css"}
+    private = {"/v1/models", "/v1/methods", "/v1/memory", "/v1/sessions", "/v1/sessions/a", "/v1/sessions/a/cache"}
+    for path in public | private | {"/metrics", "/nowhere", "/docs", "/openapi.json"}:
+        assert (httpx.get(address + path).status_code == 401) == (path not in public), path
 
 
 def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engine) -> None:

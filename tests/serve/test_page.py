@@ -33,8 +33,7 @@ def test_it_loads_nothing_from_elsewhere_and_says_so() -> None:
     for name, content in text.items():
         assert set(re.findall(r"https?://[\w.]+", content)) <= {"http://www.w3.org"}, name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", content), name
-    for page in ("index.html", "docs.html"):
-        assert not re.search(r"\bon\w+=|\bstyle=|<style|<script(?! type=\"module\" src=\"/page/)", text[page])
+    assert not re.search(r"\bon\w+=|\bstyle=|<style|<script(?! type=\"module\" src=\"/page/)", text["index.html"])
     with serving() as (address, _):
         found = httpx.get(address + "/")  # without a key
         assert "default-src 'none'" in found.headers["content-security-policy"]
@@ -86,7 +85,6 @@ def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: py
         _reloads(tab, engine)
         _on_a_phone(tab)
         _is_safe(tab, address)
-        _reads_of_requests(tab, address)
         assert not tab.errors, tab.errors
 
 
@@ -394,15 +392,3 @@ def _is_safe(tab: Browser, address: str) -> None:
     assert {"p", "pre", "code", "strong", "ul", "li", "table", "th", "td", "blockquote"} <= set(tags)
     assert tab.run(f"{last}.querySelector('pre').textContent") == SCRIPT
     assert tab.run("window.hacked") is None
-
-
-def _reads_of_requests(tab: Browser, address: str) -> None:
-    tab.open(address + "/docs")
-    paths = httpx.get(address + "/openapi.json").json()["paths"]
-    tab.until(f"document.querySelectorAll('#operations section').length === {sum(map(len, paths.values()))}")
-    shown = tab.run("document.querySelector('main').textContent")
-    assert all(path in shown for path in paths) and "undefined" not in shown and "[object" not in shown
-    links = tab.run("[...document.querySelectorAll('a[href^=\"#\"]')].map((e) => e.hash.slice(1))")
-    assert len(links) > 14 and all(tab.run(f"document.getElementById({json.dumps(one)}) !== null") for one in links)
-    tab.size(390, 844, mobile=True)
-    assert tab.run("document.documentElement.scrollWidth") == 390

@@ -23,7 +23,7 @@ from kvkeep.serve.http.events import Limits, json_response
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
 from kvkeep.serve.http.middleware import RequestMiddleware
-from kvkeep.serve.http.pages import DocumentedApp, page_routes, takes
+from kvkeep.serve.http.pages import page_routes
 from kvkeep.serve.http.sessions import session_routes
 
 with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
@@ -52,7 +52,7 @@ def application(
     memory = RequestMemory(MAX_REQUEST_BYTES)
     metrics = Metrics(engine, memory)
     answering = Answering(engine, loaded, limits or Limits(), metrics)
-    app = DocumentedApp(exception_handlers=HANDLERS)
+    app = FastAPI(exception_handlers=HANDLERS, redirect_slashes=False, openapi_url=None)
     app.state.metrics = metrics
     app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, memory=memory)
     if origins:
@@ -72,17 +72,17 @@ def application(
 
 
 def _add_answers(app: FastAPI, answering: Answering) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest, streams=True))
+    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         """Answer a conversation."""
         return await answering.respond(request, await read_body(request, ChatRequest))
 
-    @app.post("/v1/completions", openapi_extra=takes(TextRequest, streams=True))
+    @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
         """Continue a text."""
         return await answering.respond(request, await read_body(request, TextRequest))
 
-    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
         """Return the token ids of a text, or of a conversation up to its answer."""
         body = await read_body(request, TokenizeRequest)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
@@ -86,11 +86,6 @@ Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGE
 class ChatRequest(AnswerRequest):
     """``POST /v1/chat/completions``."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}]
-        }
-    )
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
         **AnswerRequest.void,
         "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
@@ -152,9 +147,6 @@ class ChatRequest(AnswerRequest):
 class TextRequest(AnswerRequest):
     """``POST /v1/completions``."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 20}]}
-    )
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
         **AnswerRequest.void,
         "suffix": ("",),
@@ -164,11 +156,8 @@ class TextRequest(AnswerRequest):
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """The maximum number of tokens of the answer; 0: the prompt is only read."""
-    prompt: Annotated[
-        Text | Annotated[list[int], Field(fail_fast=True, min_length=1)],
-        BeforeValidator(_one_prompt),
-        Field(description="A text, a list of token ids, or a list with one prompt of either kind."),
-    ]
+    prompt: Annotated[Text | Annotated[list[int], Field(fail_fast=True, min_length=1)], BeforeValidator(_one_prompt)]
+    """A text, a list of token ids, or a list with one prompt of either kind."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def given(self) -> Prompt:
@@ -187,8 +176,6 @@ class TextRequest(AnswerRequest):
 
 class TokenizeRequest(Strict):
     """``POST /tokenize``: a text (``prompt``), or a conversation up to its answer (``messages``)."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time"}]})
 
     model: Name | None = None
     prompt: Text | None = None

@@ -18,7 +18,7 @@ from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
 
-PUBLIC_PATHS = ("/health", "/ready", "/openapi.json", "/docs", "/")
+PUBLIC_PATHS = ("/health", "/ready", "/")
 PAGE_PREFIX = "/page/"
 """The prefix of paths that need no key, in addition to :data:`PUBLIC_PATHS`: the files of the page."""
 

@@ -58,7 +58,7 @@ Stop = Annotated[str, Field(max_length=MAX_STOP), AfterValidator(_complete), Aft
 class Strict(BaseModel):
     """An object of a request."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Values with which a field asks for nothing, as clients send it. With others, the field is not supported."""
