@@ -19,7 +19,7 @@ from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.answer import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import EngineStopping, KvkeepError, PromptTooLong, UsageError
-from kvkeep.serve import engine as engines
+from kvkeep.serve import service
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.service import warm_up
@@ -335,7 +335,7 @@ def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> 
     assert late.cancel() or late.done()  # whoever does not wait any more does no harm
     engine.stop(grace=30)
     assert client.ended.written == NEW and engine.fault is None
-    with pytest.raises(engines.EngineStopping):
+    with pytest.raises(EngineStopping):
         engine.call(lambda: 1)
 
 
@@ -370,7 +370,7 @@ def test_an_engine_warms_up_before_its_first_request_and_keeps_nothing(
     run(engine)
     assert [*client.ended.tokens] == alone("llama", text(20, 1), method="full")
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "encode", lambda *given: 1 / 0)
+        patch.setattr(service, "encode", lambda *given: 1 / 0)
         warm_up(engine)
         run(engine)
     again = Client(engine, text(20, 1))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import chunk_size
@@ -16,9 +15,6 @@ from kvkeep.errors import BudgetError
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.sizes import grant
 from kvkeep.stores.dynamic import DynamicLayer
-
-if TYPE_CHECKING:
-    from kvkeep.serve.engine import Engine
 
 MEGA = 1e6
 KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoint_host", "checkpoint_disk")
@@ -91,37 +87,6 @@ class Arbiter:
     def grants(self, wanted: int, others: Iterable[SessionBytes]) -> bool:
         """Return whether ``wanted`` more bytes fit beside ``others``."""
         return wanted + total_bytes(others) <= self.total
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes of all caches; shared parts are counted once."""
-
-    kinds: dict[str, int]
-    """Bytes by kind, including bytes on disk."""
-    granted: int
-    """Bytes that are granted to running answers, which contain those that their caches use."""
-    sessions: int
-    """Sessions in memory, running or idle."""
-
-    @property
-    def memory(self) -> int:
-        """Bytes of memory."""
-        return sum(count for kind, count in self.kinds.items() if kind != "checkpoint_disk")
-
-
-def memory_use(engine: Engine) -> MemoryUse:
-    """Return the bytes that all caches of ``engine`` use."""
-    kinds, parts = dict.fromkeys(KINDS, 0), dict[int, int]()
-    for session in engine.sessions.memory.values():
-        for kind, count in bytes_by_kind(session.cache).items():
-            kinds[kind] += count
-        shared = shared_parts(session.cache)
-        kinds["resident"] -= sum(shared.values())
-        parts |= shared
-    kinds["resident"] += sum(parts.values())
-    granted = ((job.granted, job.session.counted[1]) for job in engine.running if job.session is not None)
-    return MemoryUse(kinds, total_bytes(granted), len(engine.sessions.memory))
 
 
 def bytes_by_kind(cache: KeepCache) -> dict[str, int]:

@@ -46,7 +46,7 @@ from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission
-from kvkeep.serve.arbiter import Arbiter
+from kvkeep.serve.arbiter import Arbiter, total_bytes
 from kvkeep.serve.job import Event, Finished, Job
 from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
 from kvkeep.serve.session import Name, State, check_name
@@ -274,6 +274,11 @@ class Engine:
                 assert job.session is not None
                 job.session.past.cache.reset()
                 self._leave(job, error, stay=False)
+
+    @property
+    def granted(self) -> int:
+        """Bytes that are granted to running answers, which contain those that their caches use."""
+        return total_bytes((job.granted, job.session.counted[1]) for job in self.running if job.session is not None)
 
     def step(self, wait: bool = False) -> bool:
         """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.

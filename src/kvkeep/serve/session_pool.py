@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvkeep.blocks.store import Store
 from kvkeep.errors import SessionBusy
 from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
+from kvkeep.serve.arbiter import KINDS, bytes_by_kind, shared_parts
 from kvkeep.serve.job import Job, is_under_way
 from kvkeep.serve.prefixes import Beginnings, can_share
 from kvkeep.serve.session import Name, OpenSession, State
@@ -50,6 +51,17 @@ class SessionPool:
     def counts(self) -> dict[str, int]:
         """The numbers of sessions parked, restored and saved so far."""
         return {"parked": self.parked, "restored": self.storage.restored, "saved": self.storage.saved}
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Return the bytes of all caches by kind, those on disk included; shared parts are counted once."""
+        kinds, parts = Counter[str](), dict[int, int]()
+        for session in self.memory.values():
+            kinds.update(bytes_by_kind(session.cache))
+            shared = shared_parts(session.cache)
+            kinds["resident"] -= sum(shared.values())
+            parts |= shared
+        kinds["resident"] += sum(parts.values())
+        return {kind: kinds[kind] for kind in KINDS}
 
     def idle(self) -> list[OpenSession]:
         """Return the sessions that can be evicted, in order: unnamed ones first, because clients cannot request them

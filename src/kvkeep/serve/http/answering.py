@@ -25,7 +25,7 @@ from kvkeep.serve.http.body import in_worker, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
 from kvkeep.serve.http.events import AnswerEvents, Limits, json_response
 from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.protocol import AnswerRequest, Conversation, Prompt
+from kvkeep.serve.http.protocol import AnswerRequest, ChatPrompt, Prompt
 from kvkeep.serve.session import check_name
 
 DEFAULT_MAX_TOKENS = 1024
@@ -134,7 +134,7 @@ class Answering:
     def _encode(self, prompt: Prompt, positions: int | None) -> list[int]:
         if isinstance(prompt, list):
             return self._checked(prompt, positions)
-        if isinstance(prompt, Conversation):
+        if isinstance(prompt, ChatPrompt):
             _check_characters(sum(len(one["content"]) for one in prompt.messages) + len(prompt.answer))
             text = prompt_text(self._tokenizer, [{**one} for one in prompt.messages], answer=prompt.answer)
         else:

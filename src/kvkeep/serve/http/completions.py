@@ -15,7 +15,7 @@ from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.events import StreamEvent
-from kvkeep.serve.http.protocol import AnswerRequest, Conversation, Name, Prompt, Reply, Strict, Text, wrong
+from kvkeep.serve.http.protocol import AnswerRequest, ChatPrompt, Name, Prompt, Reply, Strict, Text, wrong
 from kvkeep.serve.job import Finished
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -126,8 +126,8 @@ class ChatRequest(AnswerRequest):
         """Return the conversation up to its answer, or to the end of a last message to be continued."""
         messages = [one.plain() for one in self.messages]
         if not self.continue_final_message:
-            return Conversation(messages)
-        return Conversation(messages[:-1], messages[-1]["content"])
+            return ChatPrompt(messages)
+        return ChatPrompt(messages[:-1], messages[-1]["content"])
 
     @property
     def token_limit(self) -> int | None:
@@ -191,7 +191,7 @@ class TokenizeRequest(Strict):
     def given(self) -> Prompt:
         """Return the text, or the conversation; an empty text if there is neither."""
         if self.messages:
-            return Conversation([one.plain() for one in self.messages])
+            return ChatPrompt([one.plain() for one in self.messages])
         return self.prompt or ""
 
 

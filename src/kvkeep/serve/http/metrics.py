@@ -9,7 +9,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from kvkeep.errors import KvkeepError
-from kvkeep.serve.arbiter import memory_use
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import RequestMemory
 from kvkeep.serve.http.errors import FAILED, APIError, api_error
@@ -80,13 +79,7 @@ class Metrics:
     async def scraped(self) -> bytes:
         """Return all figures; those of memory are as of the last step."""
         with suppress(KvkeepError, TimeoutError):
-            found = await asyncio.wait_for(
-                asyncio.wrap_future(self.engine.call(lambda: memory_use(self.engine))), ENGINE_TIMEOUT_S
-            )
-            for kind, count in found.kinds.items():
-                self._bytes.labels(kind).set(count)
-            self._granted.set(found.granted)
-            self._sessions.set(found.sessions)
+            await asyncio.wait_for(asyncio.wrap_future(self.engine.call(self._read_memory)), ENGINE_TIMEOUT_S)
         for how, now in self.engine.sessions.counts.items():
             self._files.labels(how).inc(now - self._seen[how])
             self._seen[how] = now
@@ -94,3 +87,9 @@ class Metrics:
         self._waiting.set(self.engine.waiting)
         self._requests.set(self._memory.bytes)
         return await asyncio.to_thread(generate_latest, self.registry)
+
+    def _read_memory(self) -> None:
+        for kind, count in self.engine.sessions.bytes_by_kind().items():
+            self._bytes.labels(kind).set(count)
+        self._granted.set(self.engine.granted)
+        self._sessions.set(len(self.engine.sessions.memory))

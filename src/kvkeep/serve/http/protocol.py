@@ -103,7 +103,7 @@ class Extension(Strict):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatPrompt:
     """A prompt of messages, as chat templates take them."""
 
     messages: Sequence[Mapping[str, str]]
@@ -111,7 +111,7 @@ class Conversation:
     """The beginning of the answer, which the model continues."""
 
 
-Prompt = str | list[int] | Conversation
+Prompt = str | list[int] | ChatPrompt
 
 
 class Reply(Protocol):

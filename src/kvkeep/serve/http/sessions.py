@@ -18,7 +18,7 @@ from kvkeep.contracts.entries import EntryState
 from kvkeep.errors import SessionError, SessionUnwritable, UsageError
 from kvkeep.policies.methods import methods
 from kvkeep.policies.request import Request as CacheRequest
-from kvkeep.serve.arbiter import bytes_by_kind, memory_use
+from kvkeep.serve.arbiter import bytes_by_kind
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.events import json_response
@@ -69,9 +69,10 @@ def session_routes(engine: Engine, token_texts: Callable[[Sequence[int]], tuple[
     @routes.get("/memory")
     async def memory() -> Any:
         """Return the bytes that all sessions use, and their limit."""
-        found = await in_engine(lambda: memory_use(engine))
-        numbers = {"running": len(engine.running), "waiting": engine.waiting, "sessions": found.sessions}
-        return {"total": engine.arbiter.total, "held": found.memory, "kinds": found.kinds, **numbers}
+        kinds = await in_engine(pool.bytes_by_kind)
+        numbers = {"running": len(engine.running), "waiting": engine.waiting, "sessions": len(pool.memory)}
+        used = sum(kinds.values()) - kinds["checkpoint_disk"]
+        return {"total": engine.arbiter.total, "held": used, "kinds": kinds, **numbers}
 
     @routes.get("/sessions")
     async def every(request: Request) -> Any:
