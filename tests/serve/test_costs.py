@@ -32,6 +32,7 @@ from kvkeep.serve.http.body import (
     MAX_STRINGS,
     MAX_VALUES,
     SMALL_BYTES,
+    Hold,
     RequestMemory,
     read_json,
 )
@@ -275,7 +276,7 @@ def test_a_client_that_leaves_the_queue_of_large_bodies_leaves_nothing_there(mon
 
 def test_small_requests_hold_what_they_need_whatever_others_hold() -> None:
     memory = RequestMemory(10**6)
-    large, small_one = memory.hold(), memory.hold()
+    large, small_one = Hold(memory), Hold(memory)
     large.resize(10**6)
     small_one.resize(ALWAYS_BYTES)
     with pytest.raises(APIError, match="retry in a moment"):

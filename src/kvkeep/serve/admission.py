@@ -192,18 +192,11 @@ class Admission:
         peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens, len(blocks) * BLOCK)
         self.arbiter.check(peak)
         peak = max(peak, session.memory_bytes)  # a cache that is longer than needed keeps its memory
-        giver = None if prefix is None else prefix.session
-        way = None
-        if prefix is not None and not prefix.taken:
-            granted = max(peak, prefix.copied)
-            way = self._way(session, granted - prefix.once, staying=giver)
-        if way is None:
-            giver = None if giver is None or giver.busy else giver
-            granted = peak if giver is None else max(peak, giver.memory_bytes)
-            way = self._way(session, granted, going=giver)
-        if way is None:
+        grant = self._grant(session, peak, prefix)
+        if grant is None:
             self._refused = job, self._in_memory
             return False
+        granted, way, giver = grant
         for one in way:
             self.sessions.park(one)
         if giver is not None and prefix is not None:
@@ -226,6 +219,21 @@ class Admission:
                 pool.storage.restore(session) if parked else pool.beginnings.begin(session, blocks, job.ask.prompt)
             )
         return True
+
+    def _grant(
+        self, session: OpenSession, peak: int, prefix: Prefix | None
+    ) -> tuple[int, list[OpenSession], OpenSession | None] | None:
+        """Return the bytes to grant, the sessions to evict for them, and the one that gives ``prefix``, which it keeps
+        if there is memory for both; None if there is no memory."""
+        giver = None if prefix is None else prefix.session
+        if prefix is not None and not prefix.taken:
+            granted = max(peak, prefix.copied)
+            if (way := self._way(session, granted - prefix.once, staying=giver)) is not None:
+                return granted, way, giver
+        giver = None if giver is None or giver.busy else giver
+        granted = peak if giver is None else max(peak, giver.memory_bytes)
+        way = self._way(session, granted, going=giver)
+        return None if way is None else (granted, way, giver)
 
     def _way(
         self, session: OpenSession, wanted: int, going: OpenSession | None = None, staying: OpenSession | None = None

@@ -48,7 +48,6 @@ from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission
 from kvkeep.serve.arbiter import Arbiter, total_bytes
 from kvkeep.serve.job import Event, Finished, Job
-from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
 from kvkeep.serve.session import Name, State, check_name
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
 from kvkeep.serve.session_storage import check_capacity
@@ -60,6 +59,20 @@ WAITING = 64
 """The maximum number of requests that wait for memory or for another answer."""
 ROOM_BYTES = 16 << 20
 """The memory that the process can still get when a step begins."""
+
+
+def _bind(model: Any, geometry: ModelGeometry) -> None:
+    """Bind a model before threads use it, because concurrent binding is not safe. Raises UnsupportedModelError."""
+    if processes(model) > 1:
+        raise UnsupportedModelError(
+            "This model is split over several processes (tensor parallelism), which the server does not support; load "
+            "the model in one process."
+        )
+    try:
+        bind(model)
+    except UnsupportedModelError:
+        if not geometry.other_layers:  # these layers need a separate pass per session
+            raise
 
 
 class Engine:
@@ -87,16 +100,7 @@ class Engine:
         self.cache, self.capacity = cache, capacity
         self.arbiter = Arbiter(memory)
         self.geometry = ModelGeometry.of(self.model)
-        if processes(self.model) > 1:
-            raise UnsupportedModelError(
-                "This model is split over several processes (tensor parallelism), which the server does not support; "
-                "load the model in one process."
-            )
-        try:
-            bind(self.model)  # here, because concurrent binding is not safe
-        except UnsupportedModelError:
-            if not self.geometry.other_layers:  # these layers need a separate pass per session
-                raise
+        _bind(self.model, self.geometry)
         if capacity is not None:
             cache_of_endless = KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
             check_capacity(cache_of_endless, capacity, store)
@@ -171,12 +175,11 @@ class Engine:
         future: Future[T] = Future()
 
         def done() -> None:
-            if not future.set_running_or_notify_cancel():  # the caller has cancelled it
-                return
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():  # else the caller has cancelled it
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
 
         with self._lock:
             if self._ended:
@@ -286,7 +289,10 @@ class Engine:
         self._take_in(wait and not self._work)
         self._report_saved()
         self.sessions.leave_stored()
-        self._drop_cancelled()
+        self._admission.drop_cancelled()
+        for job in self._answered:
+            if job.cancelled:
+                self._end(job, "cancelled")
         self.sessions.evict()
         self.sessions.trim_memory()
         self._admission.admit()
@@ -317,12 +323,6 @@ class Engine:
                 self._admission.waiting.append(given)
             elif given is not None:
                 given()
-
-    def _drop_cancelled(self) -> None:
-        self._admission.drop_cancelled()
-        for job in self._answered:
-            if job.cancelled:
-                self._end(job, "cancelled")
 
     def _begin_answers(self) -> None:
         """Begin the answers whose sessions are in memory."""
@@ -379,9 +379,8 @@ class Engine:
         session = job.session
         assert session is not None
         if session.name is None:
-            reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
-            self.sessions.finish(session, reusable)
+            self.sessions.finish(session, complete=isinstance(last, Finished))
             return
         session.state = State.SAVING
         try:

@@ -19,7 +19,7 @@ from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
 from kvkeep.serve.arbiter import KINDS, bytes_by_kind, shared_parts
 from kvkeep.serve.job import Job, is_under_way
-from kvkeep.serve.prefixes import Beginnings, can_share
+from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, Beginnings, can_share
 from kvkeep.serve.session import Name, OpenSession, State
 from kvkeep.serve.session_storage import OpenedSession, SessionStorage
 
@@ -117,9 +117,10 @@ class SessionPool:
         if not stay or (empty and not session.has_turns and not session.emptied):
             self.park(session)
 
-    def finish(self, session: OpenSession, reusable: bool) -> None:
-        """Store the text of a session without a name whose answer has ended, or mark it as idle. reusable: whether
-        prompts may begin with its text."""
+    def finish(self, session: OpenSession, complete: bool) -> None:
+        """Store the text of a session without a name whose answer has ended, or mark it as idle. complete: whether no
+        error ended the answer; otherwise the text is of no use."""
+        reusable = complete and len(session.past.ids) >= MIN_PREFIX_TOKENS
         try:
             if reusable and self.beginnings.stored(session):
                 self.keep(session)

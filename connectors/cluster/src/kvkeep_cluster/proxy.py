@@ -47,7 +47,7 @@ class ProxyMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        hold = self._memory.hold()
+        hold = Hold(self._memory)
         try:
             await self._forward(scope, receive, send, hold)
         finally:

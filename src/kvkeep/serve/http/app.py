@@ -1,11 +1,12 @@
-"""The application: its routes."""
+"""The application: its routes, and the page."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
+from importlib import import_module, resources
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,7 +24,6 @@ from kvkeep.serve.http.events import Limits, json_response
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
 from kvkeep.serve.http.middleware import RequestMiddleware
-from kvkeep.serve.http.pages import page_routes
 from kvkeep.serve.http.sessions import session_routes
 
 with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
@@ -31,6 +31,16 @@ with suppress(ImportError):  # starlette imports it with the first stream, which
 
 STALLED_S = 120.0
 """Seconds without a step, while there is work, until the engine counts as dead."""
+PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""Headers of its files. By the first one, a browser lets the page load them and call its server, nothing else."""
 
 
 def alive(engine: Engine) -> bool:
@@ -63,12 +73,34 @@ def application(
             allow_headers=["*"],  # the key is a header, never a cookie; OpenAI's clients send x-stainless-*
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.include_router(page_routes())
+    _add_page(app)
     _add_answers(app, answering)
     _add_models(app, answering)
     app.include_router(session_routes(engine, answering.token_texts))
     _add_operations(app, engine, scrape or metrics.scraped)
     return app
+
+
+def _add_page(app: FastAPI) -> None:
+    """Add the page at ``/``: files of this package, which load nothing from other hosts."""
+    folder = resources.files("kvkeep.serve").joinpath("page")
+    files = {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in PAGE_TYPES}
+    tags = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in files.items()}
+
+    @app.get("/page/{name}")
+    async def file(request: Request, name: str) -> Response:
+        """Return a file of the page."""
+        if name not in files:
+            raise APIError(404, f"The page has no file '{name}'.")
+        headers = {**PAGE_HEADERS, "ETag": tags[name]}
+        if request.headers.get("if-none-match") == tags[name]:
+            return Response(status_code=304, headers=headers)
+        return Response(files[name], media_type=PAGE_TYPES[name.rpartition(".")[2]], headers=headers)
+
+    @app.get("/")
+    async def index(request: Request) -> Response:
+        """Return the chat page."""
+        return await file(request, "index.html")
 
 
 def _add_answers(app: FastAPI, answering: Answering) -> None:

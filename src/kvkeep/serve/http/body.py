@@ -62,10 +62,6 @@ class RequestMemory:
         self.limit, self.bytes = limit, 0
         self.turns = asyncio.Lock()
 
-    def hold(self) -> Hold:
-        """Return the bytes of a new request, which holds none yet."""
-        return Hold(self)
-
 
 class Hold:
     """The bytes of one request."""

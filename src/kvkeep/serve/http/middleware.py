@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import place_of
 from kvkeep.native.room import has_room
-from kvkeep.serve.http.body import RequestMemory, check_headers, limit_body
+from kvkeep.serve.http.body import Hold, RequestMemory, check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
@@ -51,7 +51,7 @@ class RequestMiddleware:
             return
         started, status, request_id = time.monotonic(), 0, new_request_id()
         head = scope["method"] == "HEAD"  # answered as a GET, without a body
-        hold = self.memory.hold()
+        hold = Hold(self.memory)
         state = {**scope.get("state", {}), "hold": hold}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.events import json_response
 from kvkeep.serve.session import Name, check_name
+from kvkeep.serve.session_storage import SessionStorage
 
 T = TypeVar("T")
 ENGINE_TIMEOUT_S = 30.0
@@ -34,26 +35,9 @@ NEVER_SAVED, UNREADABLE = "Its first turn was never saved.", "The session cannot
 
 def session_routes(engine: Engine, token_texts: Callable[[Sequence[int]], tuple[list[str], list[int]]]) -> APIRouter:
     """Return the routes. token_texts: returns the text of each id, and the places of special tokens."""
-    routes, pool, storage = APIRouter(prefix="/v1"), engine.sessions, engine.sessions.storage
-    listing, looking = asyncio.Lock(), asyncio.Lock()
-
-    async def in_engine(call: Callable[[], T]) -> T:
-        """Return the result of ``call``, run in the engine's thread. Only one call runs at a time, so a polling client
-        delays answers by at most one call."""
-        async with looking:
-            try:
-                return await asyncio.wait_for(asyncio.wrap_future(engine.call(call)), ENGINE_TIMEOUT_S)
-            except TimeoutError:
-                raise APIError(503, "The engine is busy; retry later.", "busy") from None
-
-    async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
-        """Return the facts of an owner's sessions by name; with ``name``, at least those of that session."""
-        found = await asyncio.to_thread(_saved, storage.store, owner, name)
-        opened = await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name)))
-        for key, facts in opened.items():
-            if key in found or "state" in facts:
-                found[key] = found.get(key, {"name": key, "object": "session", "bytes": 0}) | facts
-        return found
+    routes = APIRouter(prefix="/v1")
+    _add_sessions(routes, engine)
+    _add_caches(routes, engine, token_texts)
 
     @routes.get("/methods")
     async def list_methods() -> Any:
@@ -66,21 +50,23 @@ def session_routes(engine: Engine, token_texts: Callable[[Sequence[int]], tuple[
         ]
         return {"object": "list", "data": data, "default": standard}
 
-    @routes.get("/memory")
-    async def memory() -> Any:
-        """Return the bytes that all sessions use, and their limit."""
-        kinds = await in_engine(pool.bytes_by_kind)
-        numbers = {"running": len(engine.running), "waiting": engine.waiting, "sessions": len(pool.memory)}
-        used = sum(kinds.values()) - kinds["checkpoint_disk"]
-        return {"total": engine.arbiter.total, "held": used, "kinds": kinds, **numbers}
+    return routes
+
+
+def _add_sessions(routes: APIRouter, engine: Engine) -> None:
+    pool, storage, listing = engine.sessions, engine.sessions.storage, asyncio.Lock()
+
+    async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
+        """Return the facts of an owner's sessions by name; with ``name``, at least those of that session."""
+        found = await asyncio.to_thread(_saved, storage.store, owner, name)
+        opened = await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name)))
+        return await asyncio.to_thread(_merged, found, opened)
 
     @routes.get("/sessions")
     async def every(request: Request) -> Any:
         """List the sessions of a key, last used first."""
         async with listing:  # one list at a time, so that many do not take all worker threads
-            found = await known(request.state.owner)
-            data = sorted(found.values(), key=lambda facts: (-facts["used"], facts["name"]))
-            return await json_response(lambda: {"object": "list", "data": data})
+            return await json_response(_list, await known(request.state.owner))
 
     @routes.get("/sessions/{name}")
     async def one(request: Request, name: str) -> Any:
@@ -94,20 +80,36 @@ def session_routes(engine: Engine, token_texts: Callable[[Sequence[int]], tuple[
     async def remove(request: Request, name: str) -> Any:
         """Delete a session from memory and disk. The status is 409 while it generates an answer."""
         key = (request.state.owner, name)
-        try:
+        with suppress(UsageError):
             check_name(key)
-        except UsageError:
-            raise _unknown(name) from None
-        if name not in await known(*key):
-            raise _unknown(name)
-        await asyncio.wrap_future(engine.call(lambda: pool.drop(key)))
-        if storage.store is not None:
+            if name in await known(*key):
+                await asyncio.wrap_future(engine.call(lambda: pool.drop(key)))
+                await asyncio.to_thread(_remove, storage, key)
+                return {"name": name, "object": "session", "deleted": True}
+        raise _unknown(name)
+
+
+def _add_caches(
+    routes: APIRouter, engine: Engine, token_texts: Callable[[Sequence[int]], tuple[list[str], list[int]]]
+) -> None:
+    pool, looking = engine.sessions, asyncio.Lock()
+
+    async def in_engine(call: Callable[[], T]) -> T:
+        """Return the result of ``call``, run in the engine's thread. Only one call runs at a time, so a polling client
+        delays answers by at most one call."""
+        async with looking:
             try:
-                await asyncio.to_thread(storage.naming_session, key, partial(storage.store.remove, "/".join(key)))
-            except SessionError:
-                if await asyncio.to_thread(_saved, storage.store, *key):  # else it is not stored, or was deleted
-                    raise
-        return {"name": name, "object": "session", "deleted": True}
+                return await asyncio.wait_for(asyncio.wrap_future(engine.call(call)), ENGINE_TIMEOUT_S)
+            except TimeoutError:
+                raise APIError(503, "The engine is busy; retry later.", "busy") from None
+
+    @routes.get("/memory")
+    async def memory() -> Any:
+        """Return the bytes that all sessions use, and their limit."""
+        kinds = await in_engine(pool.bytes_by_kind)
+        numbers = {"running": len(engine.running), "waiting": engine.waiting, "sessions": len(pool.memory)}
+        used = sum(kinds.values()) - kinds["checkpoint_disk"]
+        return {"total": engine.arbiter.total, "held": used, "kinds": kinds, **numbers}
 
     @routes.get("/sessions/{name}/cache")
     async def cache(
@@ -127,7 +129,30 @@ def session_routes(engine: Engine, token_texts: Callable[[Sequence[int]], tuple[
 
         return await json_response(body)
 
-    return routes
+
+def _list(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    data = sorted(found.values(), key=lambda facts: (-facts["used"], facts["name"]))
+    return {"object": "list", "data": data}
+
+
+def _merged(saved: dict[str, dict[str, Any]], opened: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the facts of stored sessions and of those in memory, by name."""
+    for name, facts in opened.items():
+        if name in saved or "state" in facts:
+            saved[name] = saved.get(name, {"name": name, "object": "session", "bytes": 0}) | facts
+    return saved
+
+
+def _remove(storage: SessionStorage, key: Name) -> None:
+    """Remove a session from the store, if it is there. Raises SessionError."""
+    store = storage.store
+    if store is None:
+        return
+    try:
+        storage.naming_session(key, lambda: store.remove("/".join(key)))
+    except SessionError:
+        if _saved(store, *key):  # else it is not stored, or was already deleted
+            raise
 
 
 def _unknown(name: str) -> APIError:
