@@ -432,7 +432,7 @@ def test_the_documentation_has_every_figure_with_its_labels() -> None:
 
 
 def test_the_command_serves_drains_and_ends(model_folder: Path) -> None:
-    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", keys=[]) as running:
+    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", keys=[], fork=True) as running:
         body = {**BODY, "model": running.model, "max_tokens": 200}
         with streamed(running.address, body) as found:
             lines = found.iter_lines()
