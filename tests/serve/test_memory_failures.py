@@ -26,6 +26,7 @@ from running import BODY, KEYS, bearer, program
 
 import kvkeep
 from kvkeep import KeepCache, transfer
+from kvkeep.blocks.store import Store
 from kvkeep.cli import startup
 from kvkeep.decode import encoding
 from kvkeep.decode.prompt import encode
@@ -401,6 +402,19 @@ def test_an_answer_whose_save_finds_no_memory_ends(
     monkeypatch.setattr(owner, name, failing_times(1, getattr(owner, name)))
     assert isinstance(waited(Client(started, text(40, 1), 12, name=("me", "talk"))), Finished)
     assert isinstance(waited(Client(started, text(40, 1), 12)), Finished) and started.fault is None
+
+
+def test_an_answer_whose_restore_finds_no_memory_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids, name = Engine(small(), 10**9, store=Store(tmp_path)), text(40, 1), ("me", "talk")
+    engine.start()
+    one = waited(Client(engine, ids, 6, name=name))
+    engine.call(lambda: engine.sessions.park(engine.sessions.memory[name])).result(10)
+    storage, more = engine.sessions.storage, [*ids, *one.tokens, 5]
+    monkeypatch.setattr(storage, "restore", failing_times(1, storage.restore))
+    assert isinstance(waited(Client(engine, more, 6, name=name)), OutOfMemory)
+    again = waited(Client(engine, more, 6, name=name))
+    assert again.cached == len(more) - 2 and storage.restored == 1 and engine.fault is None
+    engine.stop(0)
 
 
 def test_worker_threads_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -207,17 +208,16 @@ class Admission:
                     self.sessions.leave(giver, stay=False)
                 return False
             self.sessions.use(giver)
-        parked = session.state is State.PARKED
-        if not parked:
+        work: Future[None] | None = None
+        if session.state is State.PARKED:
+            work = self.sessions.storage.restore(session)
+        else:
             session.past.align(job.ask.prompt)
+            if blocks:
+                work = self.sessions.beginnings.begin(session, blocks, job.ask.prompt)
         job.session, job.granted, self._refused = session, granted, None
         self._running.append(job)
-        self.sessions.begin(session)
-        if parked or blocks:
-            session.state, pool = State.RESTORING, self.sessions
-            session.work = (
-                pool.storage.restore(session) if parked else pool.beginnings.begin(session, blocks, job.ask.prompt)
-            )
+        self.sessions.begin(session, work)
         return True
 
     def _grant(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -92,17 +91,12 @@ class Job:
     """The answer in the scheduler."""
     at: float = field(default_factory=time.monotonic)
     """The time of the last token, or of the request before the first."""
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: bool = False
     _listener_failed: bool = False
 
     def cancel(self) -> None:
         """End the answer at the next token or chunk. Any thread may call this."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the job was cancelled."""
-        return self._cancelled.is_set()
+        self.cancelled = True
 
     @property
     def answer(self) -> Answer | None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from kvkeep.blocks.store import Store
@@ -97,9 +98,10 @@ class SessionPool:
         made = self.memory[opened.name] = self.storage.naming_session(opened.name, lambda: opened.session(self._model))
         return made
 
-    def begin(self, session: OpenSession) -> None:
-        """Mark a session as answering."""
-        session.enter(State.ANSWERING)
+    def begin(self, session: OpenSession, work: Future[None] | None) -> None:
+        """Mark a session as answering, after ``work`` in the store if there is some."""
+        session.work = work
+        session.enter(State.ANSWERING if work is None else State.RESTORING)
         self.memory[session.key] = session
         self.use(session)
 
