@@ -297,7 +297,7 @@ def test_sessions_of_one_key_are_invisible_to_others(say: Any, tmp_path: Path) -
                 assert httpx.delete(f"{address}/v1/sessions/secret", headers=bearer(key)).status_code == 200
                 probes += 1
         assert httpx.get(f"{address}/v1/sessions/secret", headers=bearer(keys[0])).status_code == 200
-    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    folders = [path for path in (tmp_path / "sessions").iterdir() if path.is_dir()]
     assert len(folders) == len(keys) and not any(key in str(path) for key in keys for path in tmp_path.rglob("*"))
     say(
         f"{len(keys)} keys with the same {len(names)} sessions and words, {turns} turns: {foreign} tokens cached of "
