@@ -7,7 +7,7 @@ USED := $(VENV)/used
 # What the native library is made of: when it changes, the library is built anew.
 NATIVE := CMakeLists.txt $(wildcard cmake/*.cmake cmake/editable/CMakeLists.txt src/kvkeep/native/*.cpp src/kvkeep/native/*.h)
 
-.PHONY: venv model demo test test-quick soak lint docs hashes paths bench clean
+.PHONY: venv model demo test test-lab test-quick soak lint docs hashes paths bench clean
 .DEFAULT_GOAL := test
 
 # What a user needs, and what the tests need besides: the lab, both connectors, and lm-eval.
@@ -39,8 +39,14 @@ lint: $(STAMP)
 
 # Two workers of one thread each are faster here than one of two. Each takes a half in order, so that models, texts and
 # packages that neighbouring tests share are made once; who is done first takes from the other.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
+
 test: lint model
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
+	$(PYTEST) tests --ignore tests/lab
+
+# The other distributions: the lab, and the connectors.
+test-lab: $(STAMP) model
+	$(PYTEST) tests/lab connectors
 
 # A twelfth of the cases of the parts a method is made of, and of the contract: in less than a minute.
 test-quick: $(STAMP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,14 +14,15 @@ from families import FAMILIES, REFUSES, tiny
 import kvkeep
 from kvkeep import EntryState, KeepCache
 from kvkeep.policies.fates.base import GroupedFate
-from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.tiers import InTiers
-from kvkeep.policies.methods import Method, parts, resolve
+from kvkeep.policies.methods import Method, names, parts, resolve
 from kvkeep.policies.names import LAB
 
 ALL = tuple(FAMILIES)
-TURN = int(os.environ.get("KVKEEP_TURN", "0"))
-"""Another number, another family for each method and property."""
+EVERY = os.environ.get("KVKEEP_TURN") == "every"
+"""Whether each property meets every case, and not a choice of them that has all parts."""
+TURN = 0 if EVERY else int(os.environ.get("KVKEEP_TURN", "0"))
+"""Another number, another family for each method and property, and another choice of cases."""
 RECURRENT = ("qwen3_next", "lfm2", "bamba", "falcon_h1")
 """Families with recurrent states: gated delta nets, short convolutions, Mamba 2, and Mamba 2 beside attention."""
 ONE_WAY = tuple(family for family in RECURRENT if family != "lfm2")
@@ -39,8 +40,8 @@ WITHOUT_LATENTS = tuple(family for family in ALL if family != "deepseek_v3")
 OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4", "qwen3_next", "lfm2")
 """Families whose projections of keys and of values are modules of their own."""
 
-KNOWN = {name for registry in parts().values() for name in registry}
-"""All parts; the lab's are tested where it is installed."""
+KNOWN = {*names(), *(name for registry in parts().values() for name in registry)}
+"""All methods and parts; the lab's are tested where it is installed."""
 
 ELSEWHERE = {"kvpress": "tests/lab/test_presses.py: it needs a package, or a double of one"}
 """Registered parts that are in no case here, and where they are tested."""
@@ -101,7 +102,7 @@ class Case:
     @property
     def waits(self) -> bool:
         """Whether what leaves waits as it is until it is a group."""
-        return isinstance(self.method.fate, GroupedFate | InTiers | Segments)
+        return isinstance(self.method.fate, GroupedFate | InTiers) or "segments" in self.method.fate.label
 
     @property
     def loses(self) -> bool:
@@ -169,7 +170,6 @@ EXACT: dict[str, Case] = {
     # What is recalled is all that could matter.
     "h2o+segments:99": _exact("h2o+segments:99", promise="reversible", holds=False),
     "endless": _exact("endless+blocks:count=3,size=16", promise="reversible", where="disk", families=ROTARY),
-    "h2o+certified:0": _exact("h2o+certified:0", promise="reversible", checkpoint="kv", where="host"),
     "snapkv+residual+pages:all": _exact(
         "snapkv:window=4,kernel=3+checkpoint:residual+pages:all",
         17, promise="reversible", chunk=9, where="host", page=17,
@@ -179,9 +179,9 @@ EXACT: dict[str, Case] = {
     ),
     # The same beside a store that keeps what leaves in a smaller form, of which then nothing is needed.
     **{
-        f"{store}+{recall}": _exact(
-            f"{selector}+{store}+{recall}", budget, promise="reversible", length=length, checkpoint="kv", where=where,
-            **given,
+        f"{store}+pages:all": _exact(
+            f"{selector}+{store}+pages:all", budget, promise="reversible", length=length, checkpoint="kv",
+            where="host", **given,
         )
         for store, selector, budget, length, given in (
             ("quantize:4", "h2o", 100, 170, {"becomes": CODED}),
@@ -189,7 +189,6 @@ EXACT: dict[str, Case] = {
             ("sketch", "random", 24, 45, {"becomes": SKETCHED}),
             ("segments:2", "tova", 16, 110, {"holds": False}),
         )
-        for recall, where in (("pages:all", "host"), ("certified:0", "disk"))
     },
 }  # fmt: skip
 """What these give is what the unbounded cache gives."""
@@ -251,7 +250,6 @@ LOSSY: dict[str, Case] = {
         name: _lossy(spec, promise="reversible", becomes=EntryState.CHECKPOINTED, alone="padded")
         for name, spec in (
             ("h2o+pages:1", "h2o+pages:1"),
-            ("snapkv+certified", "snapkv:window=6,kernel=3+certified:0.5"),
             ("kv-lru", "kv-lru"),
             ("tova+residual+fetch-on-miss", "tova+checkpoint:residual+fetch-on-miss:3"),
         )
@@ -307,10 +305,6 @@ LOSSY: dict[str, Case] = {
     ),
     # A store that keeps what leaves in a smaller form, and a recall of what matters most of it.
     "h2o+quantize:4+pages:1": _grouped("h2o+quantize:4+pages:1", 100, promise="reversible"),
-    "snapkv+quantize:8+certified": _grouped(
-        "snapkv:window=6,kernel=3+quantize:8+certified:0.5", 120, promise="reversible"
-    ),
-    "lru+quantize:4+fetch-on-miss": _grouped("lru+quantize:4+fetch-on-miss:9", 100, promise="reversible"),
     "kvreviver, averaged": _lossy("kvreviver:keys=averaged", promise="reversible", becomes=SKETCHED),
     "kvreviver-fisher": _lossy("kvreviver-fisher", promise="reversible", becomes=SKETCHED, families=OWN_PROJECTIONS),
     **{
@@ -345,7 +339,7 @@ TAKES_ANY = (
     "expected-attention+kv",
 )
 TAKES_IDS = (
-    *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),
+    *("tokens", "random+tokens", "sketch+pages:all", "tova+verified, tokens"),
     *("snapkv+sketch+verified", "lowrank+verified", "kvzip+kv", "kvzip+verified, kv", "endless"),
 )
 KEEPS_IDS = (
@@ -381,13 +375,35 @@ def pairs(
 
     Where entries come back as they are, every family is told apart by how it projects them; else by what a cache sees.
     """
-    found = []
+    found, rest = [], []
     for row, (name, case) in enumerate(CASES.items()):
         families = [family for family in (ALL if case.equals else UNLIKE) if family not in without]
         own = [family for family in families if taken(name, family)]
-        own = own if name in everywhere else [own[(row + turn + TURN) % len(own)]]
-        found += [(name, family) for family in own if wanted(case)]
-    return found
+        if name in everywhere:
+            found += [(name, family) for family in own if wanted(case)]
+        elif wanted(case):
+            rest.append((name, own[(row + turn + TURN) % len(own)]))
+    return found + covering(rest, turn)
+
+
+def covering(made: Sequence[Pair], turn: int = 0) -> list[Pair]:
+    """Return a choice of cases that has every selector, fate, recall and family of all of them. It
+    begins at another case for each ``turn``, so that every case is in one."""
+    if EVERY or not made:
+        return [*made]
+    start, seen, found = (turn * 5 + TURN) % len(made), set[Any](), []
+    for pair in [*made[start:], *made[:start]]:
+        method = CASES[pair[0]].method
+        has = {type(method.selector), type(method.fate), type(method.recall), method.oneshot, pair[1]}
+        if not has <= seen:
+            seen |= has
+            found.append(pair)
+    return sorted(found, key=[*made].index)
+
+
+def covering_names(names: Iterable[str], turn: int = 0) -> list[str]:
+    """Return a choice of cases as :func:`covering` does, where each meets the families by itself."""
+    return [name for name, _ in covering([(name, "") for name in names], turn)]
 
 
 def new_cache(name: str, family: str, **options: Any) -> KeepCache:

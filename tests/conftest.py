@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TURN
+from cases import EVERY, TURN
 from families import tiny
 
 from kvkeep import plugins
@@ -85,16 +86,23 @@ class AsTheyHappen:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test function the first case, and every twelfth after it; from another one on for each KVKEEP_TURN."""
-    if not config.getoption("--quick"):
-        return
+    """Leave out cases that have another turn. With ``--quick``: of each test function the first case, and every twelfth
+    after it; from another one on for each KVKEEP_TURN."""
+    quick = config.getoption("--quick")
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"slow", "real"} & {mark.name for mark in item.iter_markers()}:
+        if not (quick and {"slow", "real"} & {mark.name for mark in item.iter_markers()}):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for own in cases.values() for item in own[TURN % min(len(own), SHARE) :: SHARE]}
+    kept = {item for own in cases.values() for item in _in_turn(own, SHARE if quick else None)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def _in_turn(cases: list[pytest.Item], share: int | None) -> list[pytest.Item]:
+    """Of the cases of one test, return one of so many as ``share`` or its mark ``turns`` says."""
+    mark = cases[0].get_closest_marker("turns")
+    share = share or (mark.args[0] if mark is not None and not EVERY else 1)
+    return cases[TURN % min(len(cases), share) :: share]
 
 
 def pytest_collection_finish() -> None:
@@ -110,8 +118,10 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _few_tokens_tell_what_layers_are_worth() -> Iterator[None]:
     """``h2o-fisher`` has a model write texts before it divides a budget: 127 steps of each family otherwise."""
-    from kvkeep.policies import fisher
-
+    fisher = find_spec("kvkeep_lab") and import_module("kvkeep_lab.published.fisher")
+    if not fisher:
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fisher, "TOKENS", 12)
         yield

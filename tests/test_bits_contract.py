@@ -89,9 +89,10 @@ def rotated() -> list[tuple[str, str]]:
 
 # The unbounded cache, and rounds over a checkpoint, meet every family.
 ANYWHERE = [(name, family) for name in ("full", "h2o+merge+verified") for family in EVEN]
-ANYWHERE += [(name, "deepseek_v3") for name in ("full", "static")]  # others expand latents in the step
+ANYWHERE += [(name, "deepseek_v3") for name in ("full", "static", "paged")]  # others expand latents in the step
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "family"), list(dict.fromkeys([*ANYWHERE, *rotated()])))
 def test_logits_are_those_of_one_token_at_a_time(name: str, family: str, packed: Any, single: Any) -> None:
     model = packed(family)
@@ -117,7 +118,7 @@ def test_no_other_cache_promises_bits(packed: Any) -> None:
     for name in others:
         if taken(name, "llama") and "fisher" not in name and not CASES[name].gradients:
             assert not any(report.same_bits for report in new_cache(model, name).describe()), name
-    for name in ("paged", "kv", "h2o+merge+verified"):
+    for name in ("kv", "h2o+merge+verified"):
         assert not any(report.same_bits for report in new_cache(packed("deepseek_v3"), name).describe()), name
     for other in (tiny("llama"), *map(packed, ("gpt2", "qwen3_moe")), copy.deepcopy(tiny("llama")).bfloat16()):
         assert not any(report.same_bits for report in KeepCache(other, "full").describe())
@@ -208,6 +209,7 @@ def test_combinations_are_found() -> None:
     assert not every & {"h2o", "snapkv+checkpoint+pages"}
 
 
+@pytest.mark.turns(3)
 @torch.inference_mode()
 @pytest.mark.parametrize("first", COMBINATIONS)
 def test_whatever_is_called_exact_has_the_bits_of_full(

@@ -26,6 +26,7 @@ from cases import (
     ONE_WAY,
     RECURRENT,
     Case,
+    covering_names,
     handed_on,
     new_cache,
     pairs,
@@ -73,7 +74,7 @@ def differs(case: Case) -> bool:
 
 
 def streams(case: Case) -> bool:
-    return case.method.selector.layout not in ("dynamic", "static")
+    return not case.method.selector.keeps_all
 
 
 def by_head(case: Case) -> bool:
@@ -265,7 +266,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
     assert_near(batch[own], read(family, new_cache(name, family), *alone))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.drafts])
+@pytest.mark.parametrize("name", covering_names((name for name, case in CASES.items() if not case.drafts), 2))
 def test_every_method_runs_beside_every_kind_of_recurrent_state(name: str) -> None:
     """Two rows, one of them padded, of which the states hold nothing."""
     case = CASES[name]
@@ -398,7 +399,7 @@ def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> No
     assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", covering_names(LOSSY, 5))
 def test_until_something_leaves_it_is_the_unbounded_cache(name: str) -> None:
     """And a crop that undoes an append undoes it wholly."""
     family = CASES[name].families[0]
@@ -479,7 +480,7 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
     assert session.ids == ids.tolist() and session.notes == {"who": "me"}
     for other in (session.cache, fork, twin):
         assert other.model is model and other.describe() == cache.describe()
-        assert other.get_seq_length() == case.length and other.certificate() == cache.certificate()
+        assert other.get_seq_length() == case.length
         assert [codes.tolist() for codes in other.entry_states()] == [codes.tolist() for codes in cache.entry_states()]
     tokens = prompt(2, 9, seed=9)
 
@@ -496,7 +497,7 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
     assert_near(continue_answer(session.cache, [8, 9]), ours, 1e-5)
 
 
-@pytest.mark.parametrize("name", [*EXACT, *DRAFTING])
+@pytest.mark.parametrize("name", covering_names([*EXACT, *DRAFTING], 7))
 def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None:
     """Of every exact method, into a sixth of all of them: what follows is what follows on the unbounded cache."""
     family, cases = "llama", EXACT | DRAFTING

@@ -55,6 +55,7 @@ def keeping(cache: KeepCache) -> dict[int, dict[str, Tensor]]:
     return kept
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("method", ["full", "kv-direct"])
 @pytest.mark.parametrize("family", MOVING)
 def test_a_cache_goes_back_to_a_blocks_end_and_reads_on_as_if_it_had_been_there(family: str, method: str) -> None:
@@ -176,6 +177,7 @@ def test_a_prompt_cut_at_a_blocks_end_has_the_bits_of_one_that_is_not(family: st
     assert [*kept] == [BLOCK] and torch.equal(ours, theirs)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_rounds_write_what_single_steps_write_to_the_bit(family: str, tmp_path: Path) -> None:
@@ -214,6 +216,7 @@ def test_other_families_are_exact_with_padding_and_in_rounds(family: str) -> Non
     assert cache.memory().resident_bytes == 2 * (fixed + entries)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_rows_that_keep_different_numbers_of_drafts_have_their_own_states(family: str) -> None:
     ids, mask = padded([45, 38, 21])

@@ -1,4 +1,4 @@
-"""Compare receipts of several machines or paths, and write the tables of docs/receipts.md.
+"""Compare receipts of several machines or paths, and write the tables of docs/verified.md.
 
     kvkeep prove --receipt --json -m MODEL > FILE     # once for each model and path
     python tools/receipts.py [--write] FILE...
@@ -23,7 +23,7 @@ from kvkeep_lab.receipts import Receipt, ReceiptRow
 from kvkeep_lab.studies.receipt import ReceiptStudy
 from pydantic import TypeAdapter
 
-PAGE = Path(__file__).parents[1] / "docs" / "receipts.md"
+PAGE = Path(__file__).parents[1] / "docs" / "verified.md"
 TABLES = re.compile(r"(<!-- tables: tools/receipts.py -->\n)(.*?)(<!-- end of tables -->)", re.DOTALL)
 DIFFERS = "differs"
 

@@ -29,7 +29,6 @@ from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
-from kvkeep.stores.readers.selective import Certificate
 from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
 
@@ -44,7 +43,7 @@ class KeepCache(Cache):
     default disk for a model on the CPU, and host for a model on an accelerator. capacity: maximum number of entries in
     the checkpoint. folder: folder of a checkpoint on disk. chunk: prompt tokens processed in one pass. page: rows
     rebuilt at a time. batch: rows of the batch that share a budget in bytes. recall: how evicted entries are read
-    ("verified", "pages:8"), as if the method's name ended with it; without a method it is added to "snapkv". request: a
+    ("verified"), as if the method's name ended with it; without a method it is added to "snapkv". request: a
     :class:`~kvkeep.policies.request.Request`, which replaces all other options.
 
     A cache always continues the text that it has read. :meth:`reset` empties it for another text. The end of a ``with``
@@ -303,7 +302,7 @@ class KeepCache(Cache):
     ) -> KeepCache:
         """Return a second, independent cache that has read the same text.
 
-        Without arguments it has the same method and options. "paged" shares blocks until one cache writes to them, and
+        Without arguments it has the same method and options, and both
         caches share whole blocks of a checkpoint on disk; all else is copied. With ``method``, ``budget`` or other
         options of a :class:`KeepCache`, the entries move into a cache with those options, as if it had read the text
         itself. Raises UsageError if that is impossible.
@@ -335,49 +334,8 @@ class KeepCache(Cache):
             "kvkeep.Conversation.save(), or the cache with kvkeep.save_session()."
         )
 
-    # -- entries that are evicted and recalled by hand -------------------------------------------------------
-
-    @outside_inference_mode
-    def evict(self, count: int) -> None:
-        """Evict the ``count`` lowest-ranked resident entries of every KV head now. Their copies stay in the
-        checkpoints, and the next entries use their space. Raises UsageError for a method that does not keep all entries
-        in checkpoints."""
-        if count < 0:
-            raise UsageError(f"The number of entries to evict must be at least 0, not {count}.")
-        for layer in self._backed():
-            layer.resident.evict(count)
-
-    @outside_inference_mode
-    def recall(self, positions: Sequence[int], limit: int = 64) -> int:
-        """Recall the entries at ``positions`` (slots of the sequence, padding included) from the checkpoints, in every
-        layer and KV head where they are not resident. At most the first ``limit`` of them come back, and each replaces
-        the lowest-ranked resident entry. Return the number of recalled entries, over all layers, rows and KV heads.
-        Raises UsageError for a slot out of range, for a method that does not keep all entries in checkpoints, and for a
-        kind of checkpoint that cannot rebuild single entries."""
-        layers = self._backed()
-        length, slots = self.get_seq_length(), list(dict.fromkeys(positions))
-        if limit < 0 or any(not 0 <= slot < length for slot in slots):
-            raise UsageError(f"recall() takes slots from 0 to {length - 1} and a limit of at least 0.")
-        if self.checkpoint is None or not self.checkpoint.picks:
-            raise UsageError(
-                f"Checkpoint kind '{self.spec}' cannot bring back single entries; 'kv' and 'residual' can."
-            )
-        chosen = torch.tensor(slots, dtype=torch.int64, device=self.made.device)
-        return sum(layer.reader.recall(layer, chosen, limit) for layer in layers)
-
     def _bounded(self) -> list[Layer]:
         return self.stream.bounded if self.stream.streams else []
-
-    def _backed(self) -> list[Layer]:
-        self.compress()
-        self.stream.roll_back()
-        fate = self.method.store_fate
-        if not self.method.recall.backed or fate.merges or fate.makes_room:
-            raise UsageError(
-                f"Method '{self.method.name}' does not keep all its entries in checkpoints, so evict() and "
-                "recall() do not work with it; use 'kv-lru'."
-            )
-        return self._bounded()
 
     # -- what it holds ------------------------------------------------------------------------------
 
@@ -451,12 +409,6 @@ class KeepCache(Cache):
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
         return report.describe(self.request, self.geometry, self.made, self.budgets, self.exactness, self.model)
-
-    def certificate(self) -> list[Certificate]:
-        """Return what each layer with a selective recall may have missed; an empty list for other methods."""
-        if self.reading or not self.method.recall.reads_single:
-            return []
-        return [layer.reader.certificate for layer in self._bounded()]
 
     def merges(self) -> tuple[int, int]:
         """Return the number of merged pairs over all layers and heads, and the number of those with a clamped key

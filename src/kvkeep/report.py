@@ -128,10 +128,9 @@ def memory(made: Assembly) -> Memory:
     )
     made.meter.cache(resident + compressed)
     places = {"device": 0, "host": 0, "disk": 0}
-    shared = (made.table, made.positions)
     ledger = made.ledger
     bookkeeping = ledger.padding_bytes + sum(one.bookkeeping_bytes for one in holdings)
-    bookkeeping += sum(one.nbytes for one in shared if one is not None)
+    bookkeeping += 0 if made.positions is None else made.positions.nbytes
     if made.checkpoint is not None:
         places[made.checkpoint.home.name] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
     # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.

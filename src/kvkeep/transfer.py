@@ -133,7 +133,7 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
         method, budget, options = kind
         twin = _adopted(cache, Request.parse(method or cache.method.name, budget, **options), ids)
     else:
-        twin = copied(cache) if cache.made.table is None else _sharing_blocks(cache)
+        twin = copied(cache)
     if twin.exactness is Exactness.EXACT:
         twin.stream.block_ends = dict(cache.stream.block_ends)
     return twin
@@ -207,21 +207,6 @@ def _append(layer: Any, keys: Tensor, values: Tensor) -> None:
     else:
         layer.take(keys, values)
         layer.settle()
-
-
-def _sharing_blocks(cache: Any) -> Any:
-    """Return a second cache over the same blocks, of method "paged"."""
-    twin = cache.__class__(cache.model, request=cache.request)
-    if not cache.get_seq_length():
-        return twin
-    copy_ledger(cache.ledger, twin.ledger, cache.get_seq_length(), cache.rows)
-    twin.stream.plain = cache.stream.plain
-    twin.made.table.share(cache.made.table)
-    for mine, other in zip(cache.stream.bounded, twin.stream.bounded, strict=True):
-        other.resident.share(mine.resident)
-        other.length, other.heads, other.is_initialized = mine.length, mine.heads, mine.is_initialized
-    _copy_windows(cache, twin)
-    return twin
 
 
 def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:

@@ -292,6 +292,7 @@ def tried(data: bytes, folder: Path, crafted: bool, name: str) -> str:
     return outcome
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_changed_archives(change: str, count: int, exported: dict[str, bytes], tmp_path: Path) -> None:

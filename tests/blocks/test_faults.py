@@ -129,6 +129,7 @@ def test_killed_at_any_operation_of_a_save(
     assert saves == {before, after}
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("when", "fault", "every"),
     [

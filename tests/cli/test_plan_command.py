@@ -129,7 +129,7 @@ def test_what_a_machine_carries(run: Run, model_folder: Path, tmp_path: Path) ->
         "25": pytest.approx(0.3436, rel=1e-3),
     }
     code, out, err = run(*common)
-    assert code == 0 and "snapkv+pages kv@host" in out and "25 Gbit/s" in out and "not measured" in err, err
+    assert code == 0 and "snapkv+verified kv@host" in out and "25 Gbit/s" in out and "not measured" in err, err
     code, out, err = run("capacity", "-m", str(model_folder), "-n", "400", "-b", "64")
     assert code == 0 and "estimated; run `kvkeep calibrate" in err
     nothing = tmp_path / "sheet.json"

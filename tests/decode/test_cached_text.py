@@ -72,6 +72,7 @@ CHANGES: dict[str, Callable[[Conversation], Any]] = {
 }
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", ["window", "streaming-llm:sinks=3", "h2o", "snapkv:window=4,kernel=3", "h2o+sketch"])
 def test_a_lossy_conversation_that_changes(method: str, change: str) -> None:

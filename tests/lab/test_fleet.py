@@ -225,7 +225,7 @@ ACCEPTED = [name for name in CACHES if not Candidate.parse(name).method.recall.d
 
 
 @pytest.mark.parametrize("link", [64e9, None], ids=["link", "shared"])
-@pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk", "static"])
+@pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk"])
 def test_a_planned_pace_equals_the_planner_at_any_length(name: str, link: float | None) -> None:
     """Also between the points of the pace: seconds and bytes of an 8B model on an H100, within a tenth."""
     machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), Candidate.parse(name)
@@ -241,8 +241,7 @@ def test_a_planned_pace_equals_the_planner_at_any_length(name: str, link: float 
         resting = planned.resident + planned.compressed
         assert pace.held(tokens) == near(resting + planned.device + (planned.host if machine.shared else 0))
         assert pace.stored(tokens) == near(resting + planned.checkpoints)
-        budget = tokens if name == "static" else budget_of
-        assert pace.granted(tokens) == near(grant(shape.geometry, candidate, budget, tokens, shared=machine.shared))
+        assert pace.granted(tokens) == near(grant(shape.geometry, candidate, budget_of, tokens, shared=machine.shared))
 
 
 def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:

@@ -115,6 +115,7 @@ def test_other_bus_errors_still_end_the_process(tmp_path: Path, opened: list[int
     assert ends == [-signal.SIGBUS] * 3
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("damage", [cut_short, overwritten])
 def test_a_text_whose_entries_are_lost_is_read_again(

@@ -107,12 +107,6 @@ def test_an_append_that_fits_copies_nothing() -> None:
     assert buffer.view().data_ptr() == before
 
 
-def test_a_static_buffer_is_allocated_once() -> None:
-    buffer = Buffer(limit=100)
-    buffer.append(torch.zeros(1, 1, 1, 2))
-    assert buffer.nbytes == 100 * 2 * 4
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     operations=st.lists(

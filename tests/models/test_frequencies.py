@@ -47,6 +47,7 @@ def answer(model: Any, cache: Any, prompt: int, tokens: int) -> list[int]:
     return out[prompt:]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("spec", ["full", "kv-direct", "h2o+checkpoint"])
 def test_a_cache_is_exact_until_frequencies_change_and_lossy_beyond(name: str, spec: str) -> None:
@@ -61,6 +62,7 @@ def test_a_cache_is_exact_until_frequencies_change_and_lossy_beyond(name: str, s
     assert cache.exactness is Exactness.LOSSY and cache.describe()[0].exactness == "lossy"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("prompt", [40, 2 * LENGTH - 20])
 def test_generate_keeps_the_cache_when_frequencies_change(name: str, prompt: int) -> None:

@@ -87,6 +87,7 @@ def assert_alike(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() < 0.08 * theirs.abs().max()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FUSED)
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 def test_fused_layers_equal_the_modules(family: str, weights: str, made: Any) -> None:

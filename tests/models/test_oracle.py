@@ -90,6 +90,7 @@ def test_tokens_that_end_an_answer_are_those_of_llama_cpp(name: str, tmp_path: P
     assert ends_from(tmp_path / "tiny.gguf") == one["said"]["ends"]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.real
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_ids_of_embedded_models_are_those_of_llama_cpp(name: str) -> None:
@@ -101,6 +102,7 @@ def test_ids_of_embedded_models_are_those_of_llama_cpp(name: str) -> None:
     assert ends_from(file) == said["ends"]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIKELIHOODS)
@@ -129,6 +131,7 @@ def recorded(name: str) -> torch.Tensor:
     return torch.from_numpy(units * MODELS["step"]).view(len(MODELS["ids"]), -1)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", [name for name in SOUND if name not in REFUSED])
 def test_log_probabilities_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     """Of a model of each architecture that kvkeep reads; others are refused by name."""

@@ -74,6 +74,7 @@ def test_packed_weights_equal_those_of_the_folder(model_folder: Path) -> None:
             assert torch.equal(found[name], weight), (requested, name)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("requested", ["bfloat16", "int8"])
 def test_packed_weights_of_every_family_give_the_same_logits(family: str, requested: str, tmp_path: Path) -> None:

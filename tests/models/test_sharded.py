@@ -22,8 +22,8 @@ from kvkeep.models.sharded import devices, processes
 from kvkeep.serve.engine import Engine
 
 STEPS = 1
-REFUSED = {"paged", "random", "tova", "duo-attention:sinks=2", "kvzip:sinks=2", "h2o-fisher", "window+verified:7"}
-SUPPORTED = {"full", "static", "kv-direct", "kv-lru", "window", "h2o", "snapkv", "revive", "h2o+merge", "quantized:4"}
+REFUSED = {"random", "tova", "duo-attention:sinks=2", "kvzip:sinks=2", "h2o-fisher", "window+verified:7"}
+SUPPORTED = {"full", "static", "kv-direct", "window", "h2o", "snapkv", "revive", "h2o+merge", "quantized:4"}
 """Methods that need all heads in one process, and that do not; all others are measured."""
 NAMES = [name for name in CASES if taken(name, "llama") and not CASES[name].gradients]
 

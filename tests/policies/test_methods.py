@@ -73,7 +73,7 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("random+cam", ["attention of the last step"]),
         ("window+kvslimmer", ["accumulated attention; use h2o"]),
         ("h2o+merge+pages:1", ["count it twice"]),
-        ("h2o+sketch:swap=1.1+certified", ["cannot bring back the exact entries"]),
+        ("h2o+sketch:swap=1.1+pages:1", ["cannot bring back the exact entries"]),
         ("kv-direct+pages:1", ["recalls everything at every step already; use 'window+RECALL'"]),
         ("full+verified", ["This method evicts nothing, so there is nothing to recall; leave the recall out."]),
         ("kv-lru+pages", ["'kv-lru' is a method of its own, without another recall"]),
@@ -110,7 +110,7 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("kvslimmer:slack=0", ["a share of the budget or a number"]),
         ("h2o+pages:x", ["a whole number of them, or 'all'"]),
         ("h2o+pages:-1", ["a whole number of them, or 'all'"]),
-        ("h2o+certified:1", ["at least 0 and below 1"]),
+        ("h2o+certified:0.1", ["kvkeep has no 'certified': a step that reads every entry is faster"]),
         ("h2o+fetch-on-miss:-1", ["a limit of at least 0"]),
         ("h2o+verified:0", ["at least 1 token in a run"]),
         ("h2o+redecode:0", ["at least 1 token"]),
@@ -148,7 +148,7 @@ def test_an_invalid_method_is_refused_with_its_reason(text: str, words: list[str
         (BudgetError, {"method": "kvzip+quantize:8"}, 40, "a group of 32 that are quantised; give at least"),
         *[
             (UsageError, {"method": f"h2o+{recall}", "checkpoint": kind}, 32, "'kv' or 'residual'")
-            for recall in ("pages:2", "certified:0.1", "fetch-on-miss:8")
+            for recall in ("pages:2", "fetch-on-miss:8")
             for kind in ("tokens", "residual:2")
         ],
         (BudgetError, {"method": "h2o"}, 0, "leaves 'h2o' nothing to attend to"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from kvkeep.errors import KvkeepError, OutOfMemory
 from kvkeep.hooks import ForwardHooks
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
-from kvkeep.policies import fisher
+from kvkeep.policies.registry import register, unregister
+from kvkeep.policies.selectors.h2o import H2O as HeavyHitters
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Event
@@ -57,16 +59,26 @@ def noting(function: Callable[..., Any], threads: set[int]) -> Callable[..., Any
     return noted
 
 
+@dataclass(frozen=True)
+class Measuring(HeavyHitters):
+    """Runs the model when a cache is made."""
+
+    def budgets(self, model: Any, geometry: Any, entries: int) -> list[Sequence[int]]:
+        if model is not None:
+            model(torch.tensor([[1, 2]]), use_cache=False)
+        return super().budgets(model, geometry, entries)
+
+
 def test_the_engines_thread_alone_runs_the_model_and_makes_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for a method that measures the model when a cache is made, for a session that is new, and for one that comes
     back; the store is read elsewhere."""
-    monkeypatch.setattr(fisher, "TOKENS", 8)
     ran, made, read = set[int](), set[int](), set[int]()
     monkeypatch.setattr(KeepCache, "__init__", noting(KeepCache.__init__, made))
     monkeypatch.setattr(BlockFolder, "read", noting(BlockFolder.read, read))
-    ids, kind = text(40, 1), {"method": "h2o-fisher", "budget": 24, "chunk": 16}
+    ids, kind = text(40, 1), {"method": "measuring", "budget": 24, "chunk": 16}
+    register("measuring", Measuring)
     for turn in range(2):
         model = fresh()  # nothing is measured of it
         model.register_forward_pre_hook(lambda *_: ran.add(threading.get_ident()))
@@ -76,6 +88,7 @@ def test_the_engines_thread_alone_runs_the_model_and_makes_caches(
         assert (client.ended.cached > 0) == (turn > 0)
         ids = [*ids, *client.ended.tokens, *text(10, 2)]
         engine.close()
+    unregister("measuring", Measuring)
     assert ran == made == {threading.get_ident()} and read and not read & made
 
 

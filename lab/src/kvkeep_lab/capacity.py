@@ -150,7 +150,7 @@ def _capacity(
 ) -> Capacity:
     geometry, shared = shape.geometry, machine.shared
     budget = None if candidate.keeps_all else entries
-    after = sizes(geometry, candidate, context - answer, budget, answer, shared=shared, steps=answer)
+    after = sizes(geometry, candidate, context - answer, budget, shared=shared, steps=answer)
     read = sizes(geometry, candidate, context, budget, shared=shared)
     granted = grant(geometry, candidate, read.budget, context, shared=shared)
     count = memory // granted

@@ -78,8 +78,7 @@ def check(
                 planned.append((candidate, context, None if candidate.keeps_all else share))
     cases = []
     for candidate, context, entries in planned:
-        given: int | None = context + steps + 1 if candidate.spec == "static" else entries
-        options = {name: value for name, value in candidate.options(given).items() if value is not None}
+        options = {name: value for name, value in candidate.options(entries).items() if value is not None}
         cases.append(TimingCase(str(candidate), context, candidate.spec, options))
     try:
         rows = run(model, cases, rounds=rounds, steps=steps, progress=progress)
@@ -89,8 +88,8 @@ def check(
     for (candidate, context, entries), row in zip(planned, rows, strict=True):
         try:
             # The bench counts bytes after its steps. Its timed steps have on average half of them before.
-            holding = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared)
-            after = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared, steps=steps)
+            holding = sizes(shape.geometry, candidate, context, entries, shared=machine.shared)
+            after = sizes(shape.geometry, candidate, context, entries, shared=machine.shared, steps=steps)
             costs = cost(shape, candidate, holding, machine, ACCEPTANCE)
         except KvkeepError as error:
             checked.append(Checked(row.label, context, entries, 0, 0, 0.0, None, 0.0, None, row.error or str(error)))

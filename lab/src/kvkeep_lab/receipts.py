@@ -2,7 +2,7 @@
 
 The native library gives the same bits on every processor, so a digest of logits is enough to show that another machine
 gives the same answers. A receipt has one row for each method: a digest of logits and tokens, and a digest of the saved
-session. docs/receipts.md specifies the hashed data and their order.
+session. docs/verified.md specifies the hashed data and their order.
 """
 
 from __future__ import annotations

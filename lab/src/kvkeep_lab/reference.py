@@ -32,6 +32,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, memory_of
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
+from kvkeep_lab.published.selective import certificates
 from kvkeep_lab.reading import cache_for, read, takes
 from kvkeep_lab.statistics import mean
 
@@ -237,7 +238,7 @@ def _free(
     """Return the results of a free run, including bytes."""
     divergences = [position.kl for position in judged]
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
-    recall = cache.certificate() if isinstance(cache, KeepCache) else []
+    recall = certificates(cache) if isinstance(cache, KeepCache) else []
     decoding = sum(seconds[1:])
     return ReferenceRow(
         case.method,

@@ -48,10 +48,7 @@ def attend(
             run.add(*native.in_order(segment), segment.causal, segment.formed)
             continue
         rows = segment.lanes
-        if segment.shared:
-            part, part_lse = plain.shared(query, segment, scaling)
-        else:
-            part, part_lse = plain.partial(query if rows is None else query[rows], segment, scaling)
+        part, part_lse = plain.partial(query if rows is None else query[rows], segment, scaling)
         if rows is not None:
             if output is None or lse is None:
                 output = part.new_zeros(*query.shape[:-1], part.shape[-1])

@@ -61,8 +61,7 @@ class TextRows:
         checkpoint: Any = self._parts.get(f"checkpoint.{short}")
         newest = getattr(layer.resident, "rows", None)  # those that continue what was evicted in order
         if newest is None:
-            self._add(short, checkpoint, f"checkpoint.{short}")
-            return self._add(short, self._parts.get(resident), resident)  # of "paged"
+            return self._add(short, checkpoint, f"checkpoint.{short}")
         rows = newest[number]
         if checkpoint is None or checkpoint.length == rows.first:
             self._add(short, JoinedRows(checkpoint, rows))

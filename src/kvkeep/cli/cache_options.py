@@ -11,7 +11,7 @@ from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import options
 from kvkeep.cli.output import note
 from kvkeep.errors import UsageError
-from kvkeep.policies.names import check_names
+from kvkeep.policies.names import KV_LRU, check_names
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class CacheOptions:
                 "--kv-budget-tokens and --kv-budget-mb choose method kv-lru and its budget; give only one of them, "
                 "without --method, --budget or --exact."
             )
-        return "kv-lru", limits[0]
+        return KV_LRU, limits[0]
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def methods(
     out.print(
         f"* Start with {START}: its answers are exact, and evicted entries are kept on disk.\nSELECTOR+FATE+RECALL "
         "is a method, too. Fate and recall are optional, and each part takes "
-        "parameters:\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4\nA name that ends in +oneshot reads "
+        "parameters:\nsnapkv:window=16+quantize:4, h2o+verified\nA name that ends in +oneshot reads "
         "the whole prompt first and compresses it afterwards: h2o+oneshot\n'kvkeep methods --table combinations' "
         "lists all combinations, and why some are refused."
     )

@@ -42,9 +42,7 @@ class Piece(NamedTuple):
     extra: Tensor | None = None
     """(lanes, n) float32, the number of further tokens that an entry stands for; None: 0 for all."""
     lanes: Tensor | None = None
-    """The lanes of the piece, (its lanes,) int64; None: all."""
-    shared: bool = False
-    """All rows of the batch share one copy, (kv_heads, 1, n, dim)."""
+    """The lanes of the piece, (its lanes,) int64; None: all. A piece of some lanes has :attr:`slots`."""
     formed: bool = False
     """Keys and values are temporary."""
 

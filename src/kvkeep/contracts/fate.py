@@ -54,15 +54,6 @@ class Fate(ABC):
         """The kind of checkpoint in the method's name; None where the cache's options choose it."""
         return None
 
-    def read(self, stored: int) -> int:
-        """Return the number of a KV head's ``stored`` entries that a step attends to. The planner calls this method."""
-        return stored
-
-    @property
-    def swaps(self) -> bool:
-        """Whether estimates of evicted entries may become resident."""
-        return False
-
     @property
     def reference_queries(self) -> int:
         """About how many queries of each KV head a reconstruction keeps for :meth:`EvictedStore.fit`; 0: none."""

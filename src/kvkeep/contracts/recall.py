@@ -24,9 +24,6 @@ from kvkeep.step.plan import LayerStep
 class Reader(Part):
     """How the attention of one layer reads entries that are not resident, and the state that this needs."""
 
-    certificate: Any = None
-    """Bounds on the attention to entries left out, a :class:`~kvkeep.stores.readers.selective.Certificate`; None where
-    the reader attends to all entries."""
     waiting: int = 0
     """The number of received slots that wait for a decision."""
 
@@ -51,11 +48,6 @@ class Reader(Part):
 
     def choose(self, layer: Any) -> None:
         """Choose the resident entries anew, before the round drafts again."""
-
-    def recall(self, layer: Any, slots: Tensor, limit: int) -> int:
-        """Make entries of ``slots`` (n,) resident: the first ``limit`` of every lane that can come back. Return their
-        number over all lanes."""
-        return 0
 
     def past(self, layer: Any) -> Iterator[Piece]:
         """Yield the entries of all slots, each once; evicted ones as the store returns them."""
@@ -88,10 +80,6 @@ class Recall(ABC):
     """What the recall promises about the output; None: the fate's promise holds."""
     backed: ClassVar[bool] = True
     """It needs every entry in a checkpoint."""
-    reads_single: ClassVar[bool] = False
-    """It brings back single entries, so none may be merged into others."""
-    place: ClassVar[str | None] = None
-    """The default place of its checkpoints; None: the default of all methods."""
     loses: ClassVar[bool] = False
     """The recall still works when a checkpoint of limited capacity has lost entries."""
     reads_all: ClassVar[bool] = False
@@ -109,14 +97,6 @@ class Recall(ABC):
 
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision; 0 where no tokens wait."""
-        return 0
-
-    def entries(self, away: int) -> int:
-        """Return the maximum number of a KV head's ``away`` evicted entries that come back for a step."""
-        return away
-
-    def swapped(self, away: int) -> int:
-        """Return the number of a KV head's ``away`` evicted entries that may replace resident ones after a step."""
         return 0
 
     def refuses(self, method: Any) -> str | None:

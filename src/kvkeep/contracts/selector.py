@@ -91,7 +91,9 @@ class Selector(ABC):
     source: ClassVar[str]
     """The paper."""
     keeps_all: ClassVar[bool] = False
-    """No entry is evicted."""
+    """No entry is evicted: the layers of a cache are those of :meth:`layer`."""
+    budgeted: ClassVar[bool] = True
+    """It needs a budget."""
     in_order: ClassVar[bool] = False
     """The oldest entry is evicted in all heads at once. Entries therefore form a ring."""
     by_age: ClassVar[bool] = False
@@ -117,16 +119,6 @@ class Selector(ABC):
     """Parameters that may name files of this machine; a server refuses them in requests."""
 
     @property
-    def budgeted(self) -> bool:
-        """Whether it needs a budget."""
-        return True
-
-    @property
-    def layout(self) -> str:
-        """The memory layout where all entries stay: "dynamic", "static" or "paged"."""
-        return ""
-
-    @property
     def observation_window(self) -> int | None:
         """The number of a step's last queries whose attention :meth:`observe` receives; None: all."""
         return 0
@@ -149,6 +141,12 @@ class Selector(ABC):
         reconstruction (:attr:`ReconstructionPieces.score`); -inf for padding. A selector that :attr:`divides` gets the
         ranks of one layer's resident and new entries instead, -inf for empty columns."""
         return [[entries]] * len(received)
+
+    def layer(self, entries: int | None, pieces: bool) -> Any:
+        """Return an empty :class:`~kvkeep.stores.dynamic.DynamicLayer`. Called only where the selector
+        :attr:`keeps_all`. entries: the budget, where it is :attr:`budgeted`. pieces: attention reads the layer's pieces
+        where they lie."""
+        raise TypeError(f"'{type(self).__name__}' evicts entries, so it makes no layer of its own.")
 
     @property
     def accumulates(self) -> bool:

@@ -96,9 +96,6 @@ class EvictedStore(Part):
         """Make entries resident again if they rank high enough. Called after a step, only where the store
         :attr:`listens`."""
 
-    def forget(self, slots: Tensor) -> None:
-        """Forget entries that the backing has made resident again: ``slots`` (lanes, n), -1 for none."""
-
     def begin(self, resident: WorkingSet) -> None:
         """Prepare for a step that attends before its entries are settled."""
 

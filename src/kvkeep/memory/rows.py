@@ -119,13 +119,13 @@ class _OneTensor(ABC):
 class Buffer(_OneTensor):
     """One contiguous tensor, grown by whole blocks, so that most appends copy only the new rows.
 
-    ``limit``: the maximum number of rows (the static cache). The first append then allocates all of them. ``home``:
-    where the tensor lies, by default with the rows. There it grows by half, because each growth is an allocation.
+    ``home``: where the tensor lies, by default with the rows. There it grows by half, because each growth is an
+    allocation.
     """
 
-    def __init__(self, block: int = BLOCK, limit: int | None = None, home: Place | None = None) -> None:
+    def __init__(self, block: int = BLOCK, home: Place | None = None) -> None:
         super().__init__(block)
-        self.limit, self.home = limit, home
+        self.home = home
 
     def append(self, rows: Tensor) -> None:
         stop = self.length + rows.shape[-2]
@@ -137,8 +137,7 @@ class Buffer(_OneTensor):
 
     def _grow(self, rows: Tensor, needed: int) -> None:
         least = needed if self.home is None else max(needed, 3 * self.length // 2, 1)
-        capacity = self.limit if self.limit is not None else up(least, self.block)
-        shape = *rows.shape[:-2], capacity, rows.shape[-1]
+        shape = *rows.shape[:-2], up(least, self.block), rows.shape[-1]
         with torch.inference_mode(False):  # tensors created in it are read-only outside
             grown = rows.new_empty(shape) if self.home is None else self.home.allocate(shape, rows.dtype)
         if self.data is not None:

@@ -23,7 +23,7 @@ class SharedRows:
 
     first = 0
 
-    def __init__(self, block: int = BLOCK, limit: int | None = None, pieces: bool = False) -> None:
+    def __init__(self, block: int = BLOCK, pieces: bool = False) -> None:
         self.block = block
         self.in_pieces = pieces
         self.piece = PIECE_BLOCKS * block if pieces else sys.maxsize
@@ -31,7 +31,7 @@ class SharedRows:
         self.length = 0
         self.head: list[Tensor] = []
         """The full pieces in order, each a tensor of whole blocks with storage of its own."""
-        self.tail = Buffer(block, limit)
+        self.tail = Buffer(block)
         """The rows after the pieces."""
         self._lent = 0  # the first pieces, which other owners may hold
 

@@ -206,7 +206,7 @@ def _with_layers(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
     shape = shape_of(config, dtype.itemsize)
     for rate, candidate in _trials():
         budget = None if candidate.keeps_all else BUDGET
-        size = sizes(shape.geometry, candidate, PROMPT, budget, 16, shared=machine.shared)
+        size = sizes(shape.geometry, candidate, PROMPT, budget, shared=machine.shared)
         predicted = partial(cost, shape, candidate, size, acceptance=1.0)
         prompt_s, step_s = _run(model, candidate, budget)
         base, unit = predicted(machine=machine), predicted(machine=_with(machine, rate, 1.0))

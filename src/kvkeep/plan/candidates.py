@@ -100,6 +100,6 @@ def candidates(geometry: ModelGeometry, *, exact: bool = False) -> Iterator[Cand
         if not method.checkpoints:
             yield Candidate(method)
             continue
-        for kind in kinds[:2] if method.recall.reads_single else kinds:
+        for kind in kinds:
             for where in PLACES[:1] if kind == "tokens" else PLACES:
                 yield Candidate(method, kind, where)

@@ -123,9 +123,7 @@ class Work:
         """Bytes read from another place in one step, or one round."""
         if self.candidate.where in (None, "device") or not self.candidate.method.checkpoints:
             return 0.0
-        evicted = self.size.evicted
-        picked = min(evicted, self.recall.entries(evicted)) if self.recall.reads_single else evicted
-        return float(self.token_bytes * picked)
+        return float(self.token_bytes * self.size.evicted)
 
     def prefill(self) -> float:
         """Return the seconds of the prompt: one pass if the cache keeps all entries, else one pass per chunk."""
@@ -192,12 +190,7 @@ class Work:
         """Return the seconds to recall and attend those of ``evicted`` entries that a step reads."""
         if evicted <= 0:
             return 0.0
-        stored = self.fate.read(int(min(evicted, self.size.stored)))
-        if self.recall.reads_single:
-            count = min(evicted, self.recall.entries(int(evicted)))
-            rebuilt = min(evicted, count * self.owners[0].kv_heads)
-            source = self.rebuilt(rebuilt) if self.stride else self.read(count)
-            return source + self.attended(rows, count + stored, full_only=True)
+        stored = int(min(evicted, self.size.stored))
         if self.recall.backed or self.fate.checkpoints:
             return self.everything(rows, evicted)
         return self.attended(rows, stored, full_only=True)

@@ -122,8 +122,8 @@ def plan(
     _check(geometry, context, acceptance)
 
     def row(candidate: Candidate, budget: int | None) -> Row:
-        read = sizes(geometry, candidate, context, budget, answer, shared=shared)
-        end = sizes(geometry, candidate, context, budget, answer, shared=shared, steps=answer)
+        read = sizes(geometry, candidate, context, budget, shared=shared)
+        end = sizes(geometry, candidate, context, budget, shared=shared, steps=answer)
         peak = max(read.memory(shared), end.memory(shared))
         fits = peak <= memory and (shared or end.host <= machine.host_bytes)
         return Row(candidate, end, cost(shape, candidate, read, machine, acceptance), peak, fits)

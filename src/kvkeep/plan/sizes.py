@@ -17,7 +17,6 @@ from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.request import PAGE
 from kvkeep.stores.readers.draft import VOTERS
 from kvkeep.stores.resident.banks import bank_columns
-from kvkeep.stores.resident.paged import pool_rows
 
 Evictions = tuple[LayerGeometry, int, list[int]]
 """A layer, the number of layers of its shape, and the entries that each of them evicts in each pass."""
@@ -88,7 +87,6 @@ def sizes(
     candidate: Candidate,
     tokens: int,
     budget: int | None,
-    new: int = 0,
     *,
     shared: bool = True,
     steps: int = 0,
@@ -96,21 +94,17 @@ def sizes(
 ) -> Sizes:
     """Return the size of ``candidate`` after a prompt of ``tokens`` tokens and ``steps`` decoded tokens.
 
-    budget: entries of each full layer; unused if the method keeps all. new: tokens after the prompt for which a static
-    cache reserves memory. shared: host and device have one memory. model: for selectors that measure their budgets on
-    the model; without a model, all layers and heads get equal budgets.
+    budget: entries of each full layer; unused if the method takes none. shared: host and device have one memory. model:
+    for selectors that measure their budgets on the model; without a model, all layers and heads get equal budgets.
 
     Raises BudgetError if the budget is too small for the method.
     """
     method, prompt, tokens = candidate.method, tokens, tokens + steps
     fixed = geometry.fixed_bytes(tokens, stepped=steps > 0 or prompt == 1)
     if candidate.keeps_all:
-        paged = method.selector.layout == "paged"
-        limit = prompt + new if method.selector.layout == "static" else None
-        rows = limit or (pool_rows(tokens) if paged else up(tokens))
-        resident = fixed + rows * geometry.full_bytes_per_token
-        chunk_bytes = prompt * widest_bytes(geometry) if paged else 0
-        return Sizes(tokens, limit, tokens, tokens, 0, tokens, resident, chunk_bytes=chunk_bytes)
+        reserved = budget if method.budgeted else None
+        resident = fixed + (reserved or up(tokens)) * geometry.full_bytes_per_token
+        return Sizes(tokens, reserved, tokens, tokens, 0, tokens, resident)
     assert budget is not None
     chunk = method.chunk(geometry, Budget.parse(budget), budget)
     first = prompt % chunk  # the remainder of the prompt is the first chunk
@@ -147,18 +141,13 @@ def _selected(
     starts = [0, *accumulate(arriving)]
     moves = any(start + (count == 1) > exact for start, count in zip(starts, arriving, strict=False))
     budgets = selector.budgets(model, geometry, exact)
-    read_again = {layer.source for layer in geometry.layers if layer.source != layer.index}
     groups = Counter(  # layers of one shape have equal sizes
-        (replace(layer, index=0, source=0), _by_head(budgets[layer.index], layer), layer.index in read_again)
-        for layer in geometry.full_layers
+        (replace(layer, index=0, source=0), _by_head(budgets[layer.index], layer)) for layer in geometry.full_layers
     )
     resident, compressed, index, workspace, chunk_bytes, stored = size.resident, 0, 0, 0, size.chunk_bytes, 0
     evictions: list[Evictions] = []
-    for (layer, heads, shared), count in groups.items():
+    for (layer, heads), count in groups.items():
         evicted = _evicted(arriving, min(heads))
-        if fate.keeps:  # recalled entries evict others; layers that share these entries query for one row
-            swapped = recall.swapped(min(heads) // 2)
-            evicted = [one + (swapped if one == 1 or (one and shared) else 0) for one in evicted]
         evictions.append((layer, count, evicted))
         store = fate.holds(layer, geometry, within, evicted)
         reader = recall.holds(layer, geometry, size.tokens, max(0, size.tokens - min(heads)))
@@ -227,8 +216,6 @@ def _checkpointed(
             places["device"] += 4 * up(size.tokens, BLOCK)
         if stride > 1:
             work = evicted * (geometry.residual_bytes_per_token + widest)
-        elif recall.reads_single:  # one projection makes the entries of all KV heads
-            work = evicted * widest
         else:
             work = min(evicted, PAGE, PAGE if 0 in anchors else max(pages)) * widest
     return replace(size, evicted=evicted, kept=size.tokens, workspace=max(size.workspace, work), **places)
@@ -286,7 +273,7 @@ def grant(
     of one layer, recall, and logits. It excludes disk, weights, hidden states, and the copy by which the keys or values
     of one layer grow where they are one tensor (on a GPU, and without the native library).
 
-    budget: entries of each full layer; for ``static``, all reserved entries. shared: host and device have one memory.
+    budget: entries of each full layer. shared: host and device have one memory.
     chunk: tokens of a prompt that a cache without a budget reads at a time. rows: rows whose logits a pass computes;
     default: those of the longest round. model: see :func:`sizes`.
     """
@@ -312,8 +299,6 @@ def _peak(
 ) -> int:
     """Return the bytes of entries, checkpoints, recall and tables at the peak."""
     method, layers = candidate.method, geometry.full_layers
-    if method.selector.layout == "static":  # allocated in full at the start
-        return (budget or 0) * geometry.full_bytes_per_token
     size = sizes(geometry, candidate, tokens, budget, shared=shared, steps=1, model=model)
     entries = size.exact + size.stored if size.budget is not None else 0
     tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,7 @@ from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
+from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
@@ -28,13 +27,12 @@ from kvkeep.step.native import supports_dims
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
-from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer, holding_of
+from kvkeep.stores.dynamic import SlidingLayer, holding_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.round import Round
 from kvkeep.stores.recurrent import RecurrentState
 from kvkeep.stores.resident.cache_positions import CachePositions
 from kvkeep.stores.resident.newest import Newest
-from kvkeep.stores.resident.paged import BlockPool, BlockTable, Paged
 from kvkeep.stores.resident.selected import Selected
 
 
@@ -62,8 +60,6 @@ class Assembly:
     """Positions within the cache, where the method uses them."""
     round: Round | None = None
     """The rounds of draft and verify, where the method drafts."""
-    table: BlockTable | None = None
-    """The block table, where entries are paged."""
     decoder: Any = None
     """The decoder whose forward passes the cache streams."""
     latent: bool = False
@@ -100,29 +96,21 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Prev
     if not method.selector.keeps_all:
         return _bounded(request, model, geometry, before)
     build = _Builder(request, model, geometry)
-    exact, layout = _exact(model, geometry), method.selector.layout
-    if layout == "dynamic":
-        pieces = exact and not bind(model).latent  # the kernel attends to pieces
-        return build.assembly(build.layers(lambda layer: DynamicLayer(pieces=pieces)), exact)
-    if layout == "static":
-        assert request.budget is not None
-        limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
-        made = build.assembly(build.layers(lambda layer: DynamicLayer(limit)), exact)
-        return replace(made, entries=limit)
-    decoder, table = bind(model).decoder, BlockTable(BlockPool())
-    layers = build.layers(lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    made = build.assembly(layers, exact)
-    return replace(made, chunk=sys.maxsize, streams=True, table=table, decoder=decoder)
+    exact, entries = _exact(model, geometry), None
+    if request.budget is not None:
+        entries = request.budget.entries(geometry, context=request.context, batch=request.batch)
+    pieces = exact and not bind(model).latent  # the kernel attends to pieces
+    made = build.assembly(build.layers(lambda layer: method.selector.layer(entries, pieces)), exact)
+    return replace(made, entries=entries)
 
 
 def _check_places(method: Method, model: Any) -> None:
     """Raise UnsupportedModelError where a model's weights lie in several places and the method needs them in one."""
-    paged = method.selector.layout == "paged"
+    if method.selector.keeps_all:
+        return
     if (parts := processes(model)) > 1:
         why = None
-        if paged:
-            why = "the blocks of 'paged' belong to one process"
-        elif method.across_heads:
+        if method.across_heads:
             why = f"'{method.name}' decides for KV heads together"
         elif method.recall.drafts:
             why = f"'{method.name}' chooses the length of its drafts by timing, which differs between processes"
@@ -131,18 +119,16 @@ def _check_places(method: Method, model: Any) -> None:
                 f"The heads of this model are split over {parts} processes (tensor parallel), and {why}; use "
                 "'full', 'kv-direct', 'h2o' or 'snapkv', which treat each head by itself."
             )
-    if method.selector.keeps_all and not paged:
-        return
     found = devices(model)
     if found and next(model.parameters()).device.type == "meta":
         raise UnsupportedModelError(
             "The embedding of this model is offloaded, so its device is unknown; keep the embedding on a device "
-            "in 'device_map', or use 'full' or 'static'."
+            "in 'device_map', or use 'full'."
         )
     if len(found) > 1:
         raise UnsupportedModelError(
             f"The layers of this model are on several devices ({', '.join(found)}), and '{method.name}' "
-            "keeps what layers share on one; put the model on one device, or use 'full' or 'static'."
+            "keeps what layers share on one; put the model on one device, or use 'full'."
         )
 
 
@@ -221,7 +207,7 @@ class _Builder:
         self.method, self.device = request.method, next(model.parameters()).device
         fate = self.method.store_fate
         self.all_heads = processes(model) == 1
-        self.spec = request.spec(geometry, self.device.type, self.all_heads) if self.method.checkpoints else None
+        self.spec = request.spec(geometry, self.device.type) if self.method.checkpoints else None
         # The ledger records ids and positions if entries are rebuilt from them.
         records = fate.records or self.method.recall.records
         home, spec = None, self.spec
@@ -249,17 +235,7 @@ class _Builder:
         return replace(made, latent=True) if exact and bind(self.model).latent else made
 
     def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:
-        """Return the checkpoint. Raises UnsupportedModelError where it does not work with the model, or UsageError
-        where the recall cannot read it."""
-        checkpoint = self._checkpoint_of_kind(spec)
-        if self.method.recall.reads_single and not checkpoint.picks:
-            raise UsageError(
-                "Recalling single entries needs checkpoint kind 'kv' or 'residual' (where one process has all "
-                "heads): the others rebuild all."
-            )
-        return checkpoint
-
-    def _checkpoint_of_kind(self, spec: CheckpointSpec) -> Checkpoint:
+        """Return the checkpoint. Raises UnsupportedModelError where it does not work with the model."""
         adapter, full = bind(self.model), [layer.index for layer in self.geometry.full_layers]
         home = place(spec.where, self.device, spec.folder)
         if spec.kind == "kv":

@@ -181,16 +181,6 @@ class Method:
         for part in (self.fate, self.recall):
             if (reason := part.refuses(self)) is not None:
                 return reason
-        if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
-            return (
-                "Recall would bring back an entry that has also been merged into others, and attention would "
-                "count it twice."
-            )
-        if self.recall.reads_single and self.fate.swaps:
-            return (
-                "With swap above 0, estimates become resident again, and the recall cannot bring back the exact "
-                "entries; use swap=0."
-            )
         return None
 
 

@@ -18,21 +18,27 @@ FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Former names, which stored sessions and results may still have."""
 
 METHODS = (
-    "full", "static", "paged", "kv-direct", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
-    "expected-attention", "kvzip", "pyramidkv", "adakv", "duo-attention", "knorm", "keydiff", "random", "lru",
-    "endless", "quantized", "revive", "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru",
+    "full", "kv-direct", "window", "streaming-llm", "h2o", "snapkv", "tova", "expected-attention", "kvzip", "pyramidkv",
+    "adakv", "knorm", "keydiff", "random", "lru", "endless", "quantized", "revive", "kvreviver", "kvslimmer",
     "snapkv+verified", STOCK,
 )  # fmt: skip
 
-FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
+FATES = ("drop", "checkpoint", "quantize", "tiers", "sketch", "merge", "kvslimmer")
 
-RECALLS = ("verified", "pages", "certified", "fetch-on-miss", "blocks")
+RECALLS = ("verified", "blocks")
+
+KV_LRU = "kv-lru"
+"""The lab's method that the options of llama.cpp's pull request choose."""
 
 LAB = (
-    "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",
+    "static", "paged", "h2o-fisher", "kvreviver-fisher", "duo-attention", "pages", "fetch-on-miss", KV_LRU, "quest",
+    "segments", "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "attention-matching",
     "highest-attention", "epicache", "redecode", "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds."""
+
+INSTEAD = {"certified": "a step that reads every entry is faster; use SELECTOR+checkpoint"}
+"""Names of stored sessions that no part has, with a reason and what to use."""
 
 
 def check_names(spec: str) -> None:
@@ -55,7 +61,10 @@ def check_names(spec: str) -> None:
 
 
 def check_lab(spec: str, known: Collection[str]) -> None:
-    """Raise UsageError for a method with a part of the lab, unless it is ``known``."""
-    for name in (part.partition(":")[0] for part in spec.split("+")):
-        if name in LAB and name not in known:
+    """Raise UsageError for a method with a part of the lab, unless it is ``known``, and for a name in
+    :data:`INSTEAD`."""
+    for given in (part.partition(":")[0] for part in spec.split("+")):
+        if (name := FORMER.get(given, given)) in LAB and name not in known:
             raise UsageError(f"'{name}' comes with the lab, which is not installed: pip install 'kvkeep[lab]'.")
+        if name in INSTEAD and name not in known:
+            raise UsageError(f"kvkeep has no '{name}': {INSTEAD[name]}.")

@@ -21,21 +21,15 @@ from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.fates.quantize import Quantize
-from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
 from kvkeep.policies.recalls.blocks import PromisingBlocks
-from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
-from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
-from kvkeep.policies.recalls.pages import Pages
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.adakv import AdaKV
-from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.expected_attention import ExpectedAttention
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.keydiff import KeyDiff
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvzip import KVzip
@@ -53,14 +47,12 @@ SELECTORS: dict[str, type[Selector]] = {
     "window": Window,
     "streaming-llm": StreamingLLM,
     "h2o": H2O,
-    "h2o-fisher": H2OFisher,
     "snapkv": SnapKV,
     "tova": Tova,
     "expected-attention": ExpectedAttention,
     "kvzip": KVzip,
     "pyramidkv": PyramidKV,
     "adakv": AdaKV,
-    "duo-attention": DuoAttention,
     "knorm": KNorm,
     "keydiff": KeyDiff,
     "random": Random,
@@ -72,7 +64,6 @@ FATES: dict[str, type[Fate]] = {
     "checkpoint": Checkpointed,
     "quantize": Quantize,
     "tiers": InTiers,
-    "segments": Segments,
     "sketch": Sketch,
     "merge": Merge,
     "kvslimmer": KVSlimmer,
@@ -80,9 +71,6 @@ FATES: dict[str, type[Fate]] = {
 
 RECALLS: dict[str, type[Recall]] = {
     "verified": Verified,
-    "pages": Pages,
-    "certified": Certified,
-    "fetch-on-miss": FetchOnMiss,
     "blocks": PromisingBlocks,
 }
 
@@ -117,20 +105,6 @@ PRESETS: dict[str, Preset] = {
         "kv-caching-tutorial, section 7",
         closed=True,
     ),
-    "static": Preset(
-        Nobody("static"),
-        Kept,
-        "All entries, in memory allocated once for the budget's entries.",
-        "kv-caching-tutorial, section 13",
-        closed=True,
-    ),
-    "paged": Preset(
-        Nobody("paged"),
-        Kept,
-        "All entries, in blocks of 32; rows and forks with the same beginning share them, copy-on-write.",
-        "arXiv:2309.06180, section 4",
-        closed=True,
-    ),
     "kv-direct": Preset(
         OldestFirst(),
         Checkpointed,
@@ -161,13 +135,6 @@ PRESETS: dict[str, Preset] = {
         "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by their current attention.",
         "kvkeep; codes after arXiv:2402.02750",
     ),
-    "quest": Preset(
-        StreamingLLM(),
-        Segments,
-        "Sinks, the newest, and for each query the highest-scoring segments of all others: bounds the work of a "
-        "step, not the memory.",
-        Segments.source,
-    ),
     "kvreviver": Preset(
         H2O(),
         Sketch,
@@ -175,26 +142,11 @@ PRESETS: dict[str, Preset] = {
         "KVReviver, Algorithms 1 to 4",
         {"swap": 1.1},
     ),
-    "kvreviver-fisher": Preset(
-        H2OFisher(),
-        Sketch,
-        "As kvreviver; the Fisher information of a layer's key and value weights sets its budget.",
-        "KVReviver, Algorithms 1 to 4 and appendix D",
-        {"swap": 1.1},
-    ),
     "kvslimmer": Preset(
         H2O(),
         KVSlimmer,
         "Merges the least attended neighbours into one entry, whose key follows from attention, values and output.",
         KVSlimmer.source,
-    ),
-    "kv-lru": Preset(
-        LRU(),
-        Checkpointed,
-        "Evicts the least recently used entries; after a step, up to 64 entries that it may have missed come back.",
-        LRU.source,
-        recall=FetchOnMiss(),
-        closed=True,
     ),
 }
 """Methods with a name. Every selector is a method, too: it drops the entries that it evicts."""

@@ -125,17 +125,17 @@ class Request:
         )
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
-    def spec(self, geometry: ModelGeometry, device: str, all_heads: bool = True) -> CheckpointSpec:
+    def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
         """Return the kind and place of the checkpoint: by default the smaller of kv and residual, outside the model's
-        memory. all_heads: this process has all heads, so that single entries can be rebuilt from residuals."""
+        memory."""
         kind = self.checkpoint
-        if self.method.reading is not None or (self.method.recall.reads_single and not all_heads):
+        if self.method.reading is not None:
             kind = kind or "kv"
         if kind is None:
             vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
             hybrid = any(layer.recurrent for layer in geometry.full_layers)  # rebuilding would run the recurrence, too
             kind = "residual" if vectors < entries and not hybrid else "kv"
-        where = self.where or self.method.recall.place or ("disk" if device == "cpu" else "host")
+        where = self.where or ("disk" if device == "cpu" else "host")
         return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
 
     def options(self) -> dict[str, Any]:

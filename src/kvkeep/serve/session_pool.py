@@ -2,7 +2,7 @@
 
 Eviction closes a session in the store and releases its cache. The next request restores the same entries
 (:mod:`~kvkeep.serve.session_storage`). Only the engine's thread uses the pool. Caches are created in that thread,
-because a method may run the model for it.
+because a method may run the model for it (a selector may measure its budgets on the model, once).
 """
 
 from __future__ import annotations

@@ -49,8 +49,6 @@ class Segment:
     """Query i sees entries 0..i. The numbers of queries and entries are then equal, and there is no mask."""
     lanes: Tensor | None = None
     """The rows of the query's batch that read this segment, (the segment's batch,) int64; None: all."""
-    shared: bool = False
-    """Several rows share one copy: row r of the query's batch reads row r mod (the segment's batch)."""
     formed: bool = False
     """Key and value are temporary: they were made for this attention."""
 

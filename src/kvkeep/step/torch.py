@@ -125,20 +125,6 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     return output.reshape(batch, heads, queries, -1).float(), lse.reshape(batch, heads, queries)
 
 
-def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return the result of :func:`partial` for a shared segment. Rows that read the same keys become heads of one
-    row."""
-    (batch, heads, queries, _), copies = query.shape, segment.key.shape[0]
-    rows = batch // copies
-    folded = query.unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)  # (copies, rows * heads, queries, dim)
-    mask = segment.mask
-    if mask is not None:  # one mask per row, (batch, 1, queries or 1, entries)
-        mask = mask.expand(-1, heads, queries, -1).unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)
-    output, lse = partial(folded, Segment(segment.key, segment.value, mask), scaling)
-    output, lse = (part.unflatten(1, (rows, heads)).transpose(0, 1).flatten(0, 1) for part in (output, lse))
-    return output, lse
-
-
 def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`partial` for coded keys and values."""
     batch, heads, queries, dim = query.shape

@@ -1,4 +1,4 @@
-"""Layers that transformers or the CPU kernel attends to: ``full``, ``static``, sliding windows."""
+"""Layers that transformers or the CPU kernel attends to: ``full``, sliding windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvkeep.contracts.entries import Beginning, EntryState
-from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.memory.shared_rows import SharedRows
@@ -60,22 +59,23 @@ class StockState:
 
 
 class DynamicLayer(CacheLayerMixin):
-    """An exact layer: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks (``full``) or
-    have memory for ``limit`` entries from the start (``static``). Attention reads views: a step copies one entry.
-    In ``pieces``, nothing is copied to grow, and another layer can share blocks (:meth:`beginning`). The CPU kernel
-    reads pieces in place; any other reader gets a copy."""
+    """An exact layer: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks.
+    Attention reads views: a step copies one entry. In ``pieces``, nothing is copied to grow, and another layer can
+    share blocks (:meth:`beginning`). The CPU kernel reads pieces in place; any other reader gets a copy."""
 
     is_croppable = True
     is_sliding = False
     supports_early_init = False
     is_kvkeep = True
     lost = False
+    lends = True
+    """Whether another layer can begin with its first entries (:meth:`beginning`)."""
     compressed_bytes = bookkeeping_bytes = 0
 
-    def __init__(self, limit: int | None = None, pieces: bool = False) -> None:
+    def __init__(self, pieces: bool = False) -> None:
         self.is_initialized = False  # transformers' constructor also sets keys and values
-        self.limit, self.in_pieces = limit, pieces
-        self._keys, self._values = (SharedRows(BLOCK, limit, pieces) for _ in range(2))
+        self.in_pieces = pieces
+        self._keys, self._values = (SharedRows(BLOCK, pieces) for _ in range(2))
         self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # valid for these buffers
 
     @property
@@ -87,11 +87,6 @@ class DynamicLayer(CacheLayerMixin):
     def values(self) -> Tensor | None:
         """All values, (batch, kv_heads, length, value_dim); None before the first."""
         return self._values.view() if self._values.batch else None
-
-    @property
-    def lends(self) -> bool:
-        """Whether another layer can begin with its first entries (:meth:`beginning`)."""
-        return self.limit is None
 
     def shareable(self, length: int) -> int:
         """Return how many of the first ``length`` entries another layer can hold, too."""
@@ -122,13 +117,7 @@ class DynamicLayer(CacheLayerMixin):
         return self._keys.view(), self._values.view()
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take new entries, (batch, kv_heads, new, dim). Raises UsageError where a static layer has no room."""
-        stop = self._keys.length + key_states.shape[-2]
-        if self.limit is not None and stop > self.limit:
-            raise UsageError(
-                f"The static cache holds {self.limit} entries, but {stop} are needed; give it a larger budget, or "
-                "use method 'full', which grows."
-            )
+        """Take new entries, (batch, kv_heads, new, dim)."""
         self.is_initialized, self._next = True, None  # it refers to outgrown buffers
         self._keys.append(key_states)
         self._values.append(value_states)
@@ -158,7 +147,7 @@ class DynamicLayer(CacheLayerMixin):
         return self._keys.length
 
     def get_max_length(self) -> int:
-        return -1 if self.limit is None else self.limit
+        return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._keys.length + query_length, 0

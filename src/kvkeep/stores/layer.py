@@ -158,16 +158,13 @@ class Layer(CacheLayerMixin):
             mask = _both(mask, _slots_of(piece, keep)[:, None, None])
         if piece.extra is not None:
             mask = _weighted(mask, piece.extra, piece.keys.shape[2], step.query.dtype)
-        return Segment(keys, values, mask, lanes=piece.lanes, shared=piece.shared, formed=piece.formed)
+        return Segment(keys, values, mask, lanes=piece.lanes, formed=piece.formed)
 
     def _seen(self, piece: Piece, wide: Tensor | None) -> Tensor | None:
         """Return which queries see the entries of a piece, (lanes, 1, queries or 1, n), or None for all."""
         visible = self.ledger.visible_by(self.heads) if wide is None else wide
         if piece.slots is None:
-            if visible is None:
-                return None
-            visible = visible if piece.lanes is None else visible[piece.lanes]
-            return visible[..., piece.first : piece.first + piece.keys.shape[2]]
+            return None if visible is None else visible[..., piece.first : piece.first + piece.keys.shape[2]]
         slots = piece.slots
         tail = piece.keys.shape[2] - slots.shape[1]  # entries after it, which all queries see
         mask = slots[:, None, None] >= 0 if piece.holes else None
@@ -194,7 +191,6 @@ class Layer(CacheLayerMixin):
             index = torch.where(slots < 0, self.length, slots).long()
             for all_slots, part in zip(entries, parts, strict=True):
                 rows = torch.arange(len(all_slots), device=part.device) if piece.lanes is None else piece.lanes
-                part = part.repeat(len(rows) // len(part), 1, 1)
                 all_slots[rows[:, None], index] = part
         keys, values = (part[:, : self.length] for part in entries)
         return keys, values

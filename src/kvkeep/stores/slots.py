@@ -21,13 +21,6 @@ def compact(wanted: Tensor) -> Tensor:
     return slots
 
 
-def flags_of(slots: Tensor, length: int) -> Tensor:
-    """Return which of ``length`` slots are among ``slots`` (lanes, n), -1 for none: (lanes, ``length``) bool."""
-    flags = torch.zeros(len(slots), length + 1, dtype=torch.bool, device=slots.device)
-    flags.scatter_(1, slots.masked_fill(slots < 0, length).long(), True)
-    return flags[:, :length]
-
-
 def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> Tensor:
     """Return int8 codes of ``length`` slots by lane, on the CPU. places: pairs of slots (lanes, n), -1 for none, and
     their code. All other slots have the code 0."""
@@ -36,11 +29,3 @@ def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> T
         index = slots.cpu().long()
         codes.scatter_(1, index.masked_fill((index < 0) | (index > length), length), int(code))
     return codes[:, :length]
-
-
-def without(slots: Tensor, gone: Tensor) -> Tensor:
-    """Return ``slots`` (lanes, n) with -1 in place of those among ``gone`` (lanes, m), -1 for none."""
-    length = int(torch.maximum(slots.max(), gone.max())) + 1 if slots.numel() and gone.numel() else 0
-    if not length:
-        return slots
-    return slots.masked_fill(flags_of(gone, length).gather(1, slots.clamp(min=0).long()) & (slots >= 0), -1)

@@ -388,7 +388,6 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
         ("h2o", {}, "72 tokens in memory ({0}), 173 dropped"),
         ("kvslimmer", {}, "35 tokens and 210 merged in memory ({0})"),
         ("revive", {}, "21 tokens and 224 in fewer bits in memory ({0})"),
-        ("quest", {}, "85 tokens and 160 in segments in memory ({0})"),
         ("h2o+drop+pages:2", {"checkpoint": "kv"}, "72 tokens in memory ({0}), 173 on disk ({disk})"),
     ],
 )  # fmt: skip

@@ -31,9 +31,9 @@ COMMANDS = {
         "--limit 60", "tokens prompt threshold ratios distances active rows figure", ["no heavy hitters", "17-32"],
     ),
     "analyse bounds": (
-        "--limit 60 --pages 8,2,4 --queries 20 --bits 8,4 --steps 2",
-        "tokens queries share rows recalled steps_ms figure",
-        ["largest", "oracle", "gathering"],
+        "--limit 60 --pages 8,2,4 --queries 20",
+        "tokens queries share rows figure",
+        ["largest"],
     ),
     "analyse rank": (
         "--limit 60 --ranks 8,2 -n 4", "layers prompt_tokens new_tokens truncations errors figure",

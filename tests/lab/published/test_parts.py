@@ -44,13 +44,14 @@ def test_entry_points_register_exactly_the_names_of_the_lab() -> None:
     points = entry_points(group=PARTS)
     names = [point.name for point in points if point.dist is not None and point.dist.name == "kvkeep-lab"]
     assert {*names} == {*LAB} and len(names) == len(LAB)
-    assert {*LAB} <= {*SELECTORS, *FATES, *RECALLS}
-    for name in {*LAB} & {*FATES}:
+    assert {*LAB} <= {*SELECTORS, *FATES, *RECALLS, *PRESETS}
+    for name in {*LAB} & {*FATES} & {*PRESETS}:
         assert PRESETS[name].fate is FATES[name] and resolve(name).name == name
 
 
 def test_the_core_never_names_methods_of_the_lab() -> None:
-    named = re.compile(rf"""['"`](?:{"|".join(LAB)})[:'"`]""")
+    # Segments are also what attention reads.
+    named = re.compile(rf"""['"`](?:{"|".join({*LAB} - {"segments"})})[:'"`]""")
     files = [path for path in (ROOT / "src").rglob("*.py") if path.name != "names.py"]
     assert files and [str(path) for path in files if named.search(path.read_text(encoding="utf-8"))] == []
 
@@ -58,7 +59,7 @@ def test_the_core_never_names_methods_of_the_lab() -> None:
 def test_without_the_lab_its_methods_say_what_to_install() -> None:
     """Before torch is imported, and by the registry."""
     specs = {"cam:8": "cam", "h2o+lowrank+verified": "lowrank", "lru+redecode:3": "redecode", "h2o+drop": None}
-    specs |= {"kvpress:snapkv": "kvpress"}
+    specs |= {"kvpress:snapkv": "kvpress", "kv-lru": "kv-lru", "lru+missed:8": "fetch-on-miss", "static": "static"}
     path = os.pathsep.join([str(ROOT / "src"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *specs], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
@@ -75,5 +76,5 @@ def test_misspelt_methods_are_refused_before_torch_is_imported(monkeypatch: pyte
     for spec in ("asymkw", "h2o+lowrnk"):
         with pytest.raises(UsageError, match="did you mean"):
             check_names(spec)
-    for spec in ("h2o+redecode:3", "cam:8", "asymkv:sinks=4+verified", "h2o+quantize:4+certified"):
+    for spec in ("h2o+redecode:3", "cam:8", "asymkv:sinks=4+verified", "h2o+quantize:4+pages:2"):
         check_names(spec)

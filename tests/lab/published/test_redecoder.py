@@ -10,6 +10,7 @@ import torch
 from cases import ADVANCING
 from families import tiny
 from helpers import bounded, prompt, step
+from kvkeep_lab.published.by_hand import evict_lowest
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -132,7 +133,7 @@ def test_redecoding_over_the_complete_text_restores_the_original_entries(family:
     original, (hook,) = resident(cache), cache.stream.pass_hooks
     hook.before(cache, {"input_ids": ids})
     for layer in bounded(cache):
-        layer.resident.evict(2)  # other tokens in each head
+        evict_lowest(layer.resident, 2)  # other tokens in each head
     assert all(len(entries) == 38 for lanes in resident(cache) for entries in lanes)
     hook.after(cache)
     for was, now in zip(original, resident(cache), strict=True):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from families import VOCABULARY, tiny
 from kvkeep_lab.attention_inputs import Attended
 from kvkeep_lab.head_weights import head_weights
+from kvkeep_lab.published.page_bounds import PAGE, Bounds
 from kvkeep_lab.studies.alignment import MEASURES, AlignmentStudy, backward
-from kvkeep_lab.studies.bounds import BoundsStudy, certified, loose
+from kvkeep_lab.studies.bounds import BoundsStudy, loose
 from kvkeep_lab.studies.effective_rank import EffectiveRank, Ranks, layer_ranks, product_singular_values, score_errors
 from kvkeep_lab.studies.reactivation import ReactivationStudy, reactivated
 from kvkeep_lab.studies.spectra import SpectraStudy, contributed, modes
@@ -21,7 +22,6 @@ from kvkeep_lab.studies.truncation import WAYS, Truncation, best_scores, scored_
 from measuring import measured, quiet
 
 from kvkeep.errors import UsageError
-from kvkeep.stores.readers.bounds import PAGE, Bounds
 
 IDS = torch.randint(0, VOCABULARY, (1, 80), generator=torch.Generator().manual_seed(7))
 SHORT = IDS[:, :40]
@@ -64,28 +64,6 @@ def test_larger_pages_of_a_model_have_looser_bounds(family: str) -> None:
     assert found.pages == [4, 16] and 0 <= found.mean(4, "excess") <= found.mean(16, "excess")
     for row in found.rows:
         assert 0 <= row.have <= row.may <= 1
-
-
-def test_the_oracle_recalls_the_fewest_entries() -> None:
-    """Each entry in turn, until the others have less than the share."""
-    generator = torch.Generator().manual_seed(3)
-    keys, queries = torch.randn(1, 1, 80, 8, generator=generator), 3 * torch.randn(1, 1, 80, 8, generator=generator)
-    attended, counts = made(keys, queries), []
-    for query in range(75, 80):
-        scores = 0.5 * (keys[0, 0, : query + 1] @ queries[0, 0, query])
-        weights = scores.softmax(0)[:75].sort().values
-        counts.append(75 - int((weights.cumsum(0) <= 0.1).sum()))
-    oracle = certified(attended, 5, 0, 0.1)
-    assert oracle == pytest.approx(sum(counts) / 5)
-    assert oracle <= certified(attended, 5, 8, 0.1) <= certified(attended, 5, 2, 0.1) <= 75
-    assert certified(attended, 5, 4, 0.0) == 75
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_wider_codes_recall_fewer_entries(family: str) -> None:
-    found = measured(BoundsStudy(pages=[4], queries=8, share=0.1), family, IDS)
-    assert found.bits == [0, 2, 4, 8]
-    assert 0 < found.entries(0) <= found.entries(8) <= found.entries(4) <= found.entries(2)
 
 
 BINS = [(1, 16), (17, 32)]

@@ -1,4 +1,4 @@
-"""Receipts: digests are equal on every processor path, and equal those of docs/receipts.md."""
+"""Receipts: digests are equal on every processor path, and equal those of docs/verified.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvkeep.policies.methods import resolve
 
 EXACT = [case for case in CASES if resolve(case.method).exactness is Exactness.EXACT]
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "receipts.md"
+PAGE = ROOT / "docs" / "verified.md"
 PLAIN = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
 """The library's plain path, and torch's."""
 MOVING = """
@@ -50,7 +50,7 @@ ROUNDING = """
 ALLOWED = {*MOVING.split(), *ROUNDING.split()}
 """Their bits are the same on every processor."""
 KNOWN = {"kvreviver": {"index_add"}}
-"""By method: operations that depend on it all the same (docs/receipts.md)."""
+"""By method: operations that depend on it all the same (docs/verified.md)."""
 pytestmark = pytest.mark.usefixtures("kernels")
 
 

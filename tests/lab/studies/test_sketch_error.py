@@ -1,4 +1,4 @@
-"""Codes have smaller errors than sketches of the same bytes (docs/kvreviver.md)."""
+"""Codes have smaller errors than sketches of the same bytes (docs/results/kvreviver.md)."""
 
 from __future__ import annotations
 

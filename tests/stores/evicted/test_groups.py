@@ -1,4 +1,4 @@
-"""Groups of 32: the last of them in order, whatever sizes entries come in; and the segments that promise most."""
+"""Groups of 32: the last of them in order, whatever sizes entries come in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvkeep import KeepCache
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.quantize import Quantised
-from kvkeep.policies.fates.segments import Promising
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
@@ -82,26 +81,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     assert size == allocated(written, room) and (room is None or size <= room)
 
 
-def test_the_most_promising_segments_are_those_with_the_highest_bound() -> None:
-    """The largest of any query on the sum over channels of max(q min, q max), in each lane by itself."""
-    generator, lanes, count = torch.Generator().manual_seed(0), 3, 20
-    keys, values = (torch.randn(lanes, count * GROUP, 6, generator=generator) for _ in range(2))
-    slots = torch.arange(count * GROUP, dtype=torch.int32).expand(lanes, -1)
-    store = Groups(None, Promising(4, Meter()))
-    store.take(EvictedEntries(keys, values, slots), NOBODY)
-    query = torch.randn(lanes, 2, 3, 6, generator=generator)
-    (piece,) = store.pieces(query, NOBODY, count * GROUP)
-    for lane in range(lanes):
-        segments, asked = keys[lane].unflatten(0, (-1, GROUP)), query[lane].flatten(0, 1)
-        low, high = segments.amin(1), segments.amax(1)  # (segments, dim)
-        bound = torch.maximum(asked[:, None] * low, asked[:, None] * high).sum(2).amax(0)
-        chosen = set((piece.slots[lane] // GROUP).tolist())
-        assert chosen == set(bound.topk(4).indices.tolist())
-        assert torch.equal(piece.keys[lane, 0], keys[lane, piece.slots[lane].long()])
-        assert torch.equal(piece.values[lane, 0], values[lane, piece.slots[lane].long()])
-
-
-@pytest.mark.parametrize("method", ["lowrank:8", "quest", "quantized:4"])
+@pytest.mark.parametrize("method", ["lowrank:8", "quantized:4"])
 def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that attention makes of groups for a moment, or chooses by the query, are nothing to point at."""
     model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)

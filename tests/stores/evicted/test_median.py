@@ -1,4 +1,4 @@
-"""The median of three, by its density: KVReviver's Lemmas 1 and 2 (docs/kvreviver.md, "Lemmas 1 and 2")."""
+"""The median of three, by its density: KVReviver's Lemmas 1 and 2 (docs/results/kvreviver.md, "Lemmas 1 and 2")."""
 
 from __future__ import annotations
 

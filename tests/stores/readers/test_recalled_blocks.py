@@ -416,7 +416,7 @@ def test_memory_within_a_capacity_is_what_is_granted() -> None:
 @pytest.mark.parametrize("capacity", [300, 1000, 5000])
 def test_memory_of_other_limited_checkpoints_is_what_is_granted(capacity: int) -> None:
     model, ids = tiny("llama", positions=4096), _ids(1400)
-    cache = KeepCache(model, "kv-lru", 32, chunk=32, where="host", capacity=capacity)
+    cache = KeepCache(model, "lru+checkpoint:kv", 32, chunk=32, where="host", capacity=capacity)
     for start, stop in ((0, 300), (300, 900), (900, 1400)):
         with torch.no_grad():
             model(ids[:, start:stop], cache=cache)

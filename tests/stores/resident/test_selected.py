@@ -13,7 +13,6 @@ from helpers import NEW, assert_near, bounded, generate, padded, prompt, slots_o
 from test_contract import watched
 
 from kvkeep import EntryState, KeepCache, UsageError
-from kvkeep.stores import slots
 from kvkeep.stores.layer import Layer
 
 
@@ -114,18 +113,6 @@ def test_of_entries_that_rank_alike_the_oldest_leaves(name: str, monkeypatch: py
         step("llama", cache, ids[:, low:high])
     for layer in bounded(cache):
         assert all(sorted(slots) == [*range(35, 51)] for slots in slots_of(layer))
-
-
-def test_entries_that_come_back_are_struck_out_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not of memory that is there for groups to come, which may hold any numbers."""
-    cache, asked, own = new_cache("lru+quantize:4+fetch-on-miss", "llama"), [], slots.flags_of
-    step("llama", cache, prompt(1, 170))
-    for layer in bounded(cache):
-        layer.evicted.slots[:, layer.evicted.kept :] = layer.evicted.waiting[2][:, layer.evicted.count :] = 2**30
-    monkeypatch.setattr(slots, "flags_of", lambda held, length: asked.append(length) or own(held, length))
-    for token in range(3):
-        step("llama", cache, prompt(1, 3)[:, token : token + 1])
-    assert asked and max(asked) <= 173
 
 
 # -- memory -------------------------------------------------------------------------------------------

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.plan.machine import Machine
     from kvkeep_lab.capacity import Capacity, Rebuilding
 
-CACHES = (
-    *("full", "quantized:4", "h2o", "kv-direct kv@host", "kv-direct residual@device"),
-    *("snapkv+pages kv@host", "snapkv+verified kv@host"),
-)
+CACHES = (*("full", "quantized:4", "h2o", "kv-direct kv@host", "kv-direct residual@device", "snapkv+verified kv@host"),)
 """Caches to compare by default: all entries, all in four bits, a part of them, and all with a part in memory."""
 KEEPS_ALL, PROJECTS = "full", "kv-direct residual@device"
 """Caches of the sentences below the tables: attention to all entries, and projected residuals."""

@@ -136,11 +136,7 @@ class ReplicaPace:
         costs = [cost(shape, candidate, holding, machine, ACCEPTANCE) for holding in every]
         counts = [2**power for power in range(11)]
         steps = [cost(shape, candidate, every[0], machine, ACCEPTANCE, count).fixed for count in counts]
-        static = candidate.method.selector.layout == "static"
-        granted = [
-            grant(shape.geometry, candidate, count if static else entries, count, shared=machine.shared)
-            for count in lengths
-        ]  # fmt: skip
+        granted = [grant(shape.geometry, candidate, entries, count, shared=machine.shared) for count in lengths]
         holding = [one.idle(machine.shared) for one in every]
         stored = [one.total for one in every]
         return cls(

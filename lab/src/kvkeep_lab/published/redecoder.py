@@ -21,6 +21,7 @@ from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.binding import bind
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.slots import compact
+from kvkeep_lab.published.by_hand import halves
 
 
 class Redecoder(PassHook):
@@ -120,7 +121,7 @@ class _Again:
     def settle(self, limit: int) -> None:
         """Restore the new entries to the lanes that evicted them, up to the available space."""
         wanted = self.left.gather(1, self.slots.clamp(min=0)) & (self.slots >= 0)
-        wanted &= wanted.cumsum(1) <= self.layer.resident.halves(limit)
+        wanted &= wanted.cumsum(1) <= halves(self.layer.resident, limit)
         number = compact(wanted)
         if not number.shape[1]:
             return

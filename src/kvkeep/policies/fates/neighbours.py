@@ -75,9 +75,7 @@ class Neighbours(MergesPairs, PairMerging):
     """The class of its stores."""
 
     def refuses(self, method: Any) -> str | None:
-        reason = (
-            "Merging chooses neighbours by accumulated attention; use h2o or h2o-fisher with halflife=0, which keep it."
-        )
+        reason = "Merging chooses neighbours by accumulated attention; use h2o with halflife=0, which keeps it."
         return None if method.selector.accumulates else reason
 
     def check_room(self, name: str, entries: int) -> None:

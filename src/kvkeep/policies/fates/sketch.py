@@ -65,10 +65,6 @@ class Sketch(Fate):
         if self.rows not in MEDIAN:
             raise UsageError(f"A sketch has {', '.join(map(str, MEDIAN))} rows, not {self.rows}.")
 
-    @property
-    def swaps(self) -> bool:
-        return self.swap > 0
-
     def refuses(self, method: Any) -> str | None:
         if self.swap and method.selector.needs_kv:
             return (

@@ -17,7 +17,6 @@ const WORDS = {
   "streaming-llm": "Keeps the beginning and the newest text. The middle is forgotten. The conversation can continue indefinitely.",
   "window": "Keeps the newest text only.",
   "kvreviver": "Keeps the important parts exactly and a rough summary of the rest; parts of it can come back.",
-  "kv-lru": "Moves what has not been used for a while out of memory, and fetches it back when it is needed.",
 };
 const GROUPS = {
   exact: ["Same answers as with everything in memory", "Gives the same answers as with everything in memory."],

@@ -51,7 +51,6 @@ def can_join(query: Tensor, segment: Segment) -> bool:
         and segment.key.shape[1] == 1
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and (lanes is None or (len(lanes) == len(query) and isinstance(segment.key, Tensor)))
-        and not (segment.shared and mask is not None)
     )
 
 

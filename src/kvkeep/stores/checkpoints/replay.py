@@ -57,7 +57,7 @@ class _Scratch:
     """The cache of one layer that runs over past tokens: full, causal, with the layer's window."""
 
     def __init__(self, slots: int, visible: Tensor | None, window: int | None) -> None:
-        self.keys, self.values = Buffer(limit=slots), Buffer(limit=slots)
+        self.keys, self.values = Buffer(slots), Buffer(slots)
         self.visible, self.window = visible, window
         self.heads = 0
 

@@ -21,7 +21,7 @@ from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, LayerStep, Span
-from kvkeep.stores.slots import codes_of, without
+from kvkeep.stores.slots import codes_of
 
 GROUP = 32
 """Entries of a group."""
@@ -217,12 +217,6 @@ class Groups(EvictedStore):
             if slots is not None:
                 self.holes, self.gaps, self._views = True, True, {}
                 slots.masked_fill_(slots >= length, -1)
-
-    def forget(self, slots: Tensor) -> None:
-        written = [] if self.slots is None else [self.slots[:, : self.kept]]
-        for slots_here in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
-            self.holes, self.gaps, self._views = True, True, {}
-            slots_here.copy_(without(slots_here.flatten(1), slots).view_as(slots_here))
 
     def select(self, lanes: Tensor) -> None:
         self._views = {}

@@ -148,11 +148,6 @@ class Sketched(EvictedStore):
             if not chosen.all(1).any():
                 return
 
-    def forget(self, slots: Tensor) -> None:
-        if self.inside is not None:
-            there = _got(self.inside, slots).bool()
-            self._delete(slots.masked_fill(~there, -1))
-
     # -- the cache contract -------------------------------------------------------------------------
 
     def states(self, lanes: int, length: int) -> Tensor:

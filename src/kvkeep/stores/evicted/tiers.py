@@ -31,7 +31,7 @@ from kvkeep.stores.evicted.coded import CodedKeys, Codes, encode, multiplied
 from kvkeep.stores.evicted.groups import GROUP
 from kvkeep.stores.evicted.tier_sizes import Bits, channel_bytes, prices, tier_counts, tiers
 from kvkeep.stores.evicted.waiting import Waiting
-from kvkeep.stores.slots import codes_of, without
+from kvkeep.stores.slots import codes_of
 
 PARTS = ("attention", "channels", "waiting")
 """Parts that can be left out, to measure their effect."""
@@ -309,10 +309,6 @@ class Tiers(EvictedStore):
     def truncate(self, length: int, resident: WorkingSet) -> None:
         if self.slots is not None:
             self._strike(self.slots.masked_fill(self.slots >= length, -1))
-
-    def forget(self, slots: Tensor) -> None:
-        if self.slots is not None:
-            self._strike(without(self.slots, slots))
 
     def _tensors(self) -> dict[str, list[Tensor]]:
         """Return all tensors by the name of their holder."""

@@ -18,7 +18,6 @@ from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.read_evicted import observe_evicted
-from kvkeep.stores.slots import compact
 
 
 class Backed(Reader):
@@ -81,42 +80,6 @@ class Backed(Reader):
         if step.last:
             layer.finish()
         return output
-
-    def picked(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values (lanes, n, dim) of ``slots`` (lanes, n); zeros where a slot is -1."""
-        there = slots >= 0
-        lane, _ = there.nonzero(as_tuple=True)
-        picked = self.checkpoint.pick(self.index, lane, slots[there])
-        if len(lane) == slots.numel():
-            return picked[0].view(*slots.shape, -1), picked[1].view(*slots.shape, -1)
-        filled = tuple(part.new_zeros(*slots.shape, part.shape[-1]) for part in picked)
-        for rows, part in zip(filled, picked, strict=True):
-            rows[there] = part
-        return filled[0], filled[1]
-
-    def away(self, layer: Layer) -> Tensor:
-        """Return which slots can come back: in the backing, not resident, not padding; (lanes, slots) bool."""
-        flags = ~layer.resident.resident_slots()
-        if (visible := layer.ledger.visible_by(layer.heads)) is not None:
-            flags &= visible[:, 0, 0, : layer.length]
-        flags[:, : self.first] = False
-        return flags
-
-    def bring(self, layer: Layer, slots: Tensor) -> None:
-        """Make ``slots`` (lanes, n) resident, -1 for none; the store forgets them."""
-        if slots.shape[1]:
-            layer.evicted.forget(slots)
-            layer.resident.swap_in(slots, *self.picked(slots))
-
-    def recall(self, layer: Layer, slots: Tensor, limit: int) -> int:
-        if not layer.length or not len(slots):
-            return 0
-        wanted = self.away(layer)[:, slots]
-        wanted &= wanted.cumsum(1) <= min(limit, layer.resident.least_columns)
-        chosen = compact(wanted)
-        if chosen.shape[1]:
-            self.bring(layer, slots[chosen.clamp(min=0)].masked_fill(chosen < 0, -1))
-        return int(wanted.sum())
 
 
 def attended_exactly(layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:

@@ -360,33 +360,10 @@ class Selected(WorkingSet):
         if left and (gathered := self.banks.gathered(left)) is not None:
             self.store.take(gathered, self)
 
-    def evict(self, count: int) -> None:
-        """Evict the ``count`` lowest-ranked entries of every lane now."""
-        left = []
-        for bank in self.banks:
-            leaving = self.ranking.order(bank, self.length)
-            empty = (bank.slots < 0).sum(1, keepdim=True)
-            place = torch.arange(bank.columns, device=leaving.device) < empty + count
-            if self.store.keeps:
-                width = min(bank.columns, int(empty.max()) + count)
-                gone = bank.at(leaving[:, :width], self.ranking.scored)
-                left.append(gone._replace(slots=gone.slots.masked_fill(~place[:, :width], -1)))
-            empty = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
-            bank.slots.masked_fill_(empty, -1)
-            bank.count_vacant()
-        self._hand_over(left)
-
     @property
     def least_columns(self) -> int:
         """The smallest capacity of a lane, in entries."""
         return min((bank.columns for bank in self.banks), default=0)
-
-    def halves(self, limit: int) -> Tensor:
-        """Return half of each lane's capacity, ``limit`` at most: (lanes, 1) int64."""
-        limits = torch.empty(self.banks.lanes, 1, dtype=torch.int64, device=self.banks.banks[0].slots.device)
-        for bank in self.banks:
-            limits[bank.index] = min(limit, bank.columns // 2)
-        return limits
 
     def resident_slots(self, unmerged: bool = False) -> Tensor:
         return self.banks.resident_slots(self.length, unmerged)

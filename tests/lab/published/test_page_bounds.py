@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from kvkeep.stores.readers.bounds import PAGE, Bounds
+from kvkeep_lab.published.page_bounds import PAGE, Bounds
 
 
 def keys(count: int, seed: int, lanes: int = 6, scale: float = 3.0) -> torch.Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.policies.recalls.selective import SelectiveRecall
-from kvkeep.stores.readers.bounds import PAGE
 from kvkeep.stores.slots import compact
+from kvkeep_lab.published.page_bounds import PAGE
+from kvkeep_lab.published.selective_recall import SelectiveRecall
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class FetchOnMiss(SelectiveRecall):
 
     label: ClassVar[str] = "entries that the last step may have missed"
     source: ClassVar[str] = "llama.cpp pull request 21097"
-    place: ClassVar[str | None] = "host"
     loses: ClassVar[bool] = True
     fetches: ClassVar[bool] = True
 
@@ -52,8 +51,13 @@ class FetchOnMiss(SelectiveRecall):
         chosen = compact(wanted)
         return slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
 
-    def entries(self, away: int) -> int:
-        return min(away, self.limit)
+    def refuses(self, method: Any) -> str | None:
+        if method.store_fate.keeps:
+            return (
+                "Recall 'fetch-on-miss' makes evicted entries resident again, and with this fate they would also be "
+                "attended in another form; leave the fate out."
+            )
+        return super().refuses(method)
 
-    def swapped(self, away: int) -> int:
-        return self.entries(away)
+    def recalled(self, away: int) -> int:
+        return min(away, self.limit)

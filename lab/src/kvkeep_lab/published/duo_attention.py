@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.retrieval_heads import retrieval_scores
+from kvkeep_lab.published.retrieval_heads import retrieval_scores
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from families import tiny
 from helpers import prompt, step
+from kvkeep_lab.published import retrieval_heads as heads
+from kvkeep_lab.published.fisher import information
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.blocks import quantised
 from kvkeep.models.packed import PackedLinear
-from kvkeep.policies import retrieval_heads as heads
-from kvkeep.policies.fisher import information
 
 IDS = torch.randint(2, 97, (3, 20), generator=torch.Generator().manual_seed(0))
 

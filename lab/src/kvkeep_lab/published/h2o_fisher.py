@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.fisher import information
-from kvkeep.policies.score_file import numbers
 from kvkeep.policies.selectors.h2o import H2O
+from kvkeep_lab.published.fisher import information
+from kvkeep_lab.published.score_file import numbers
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ The bound holds for real numbers; in floating point it holds up to rounding.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -26,9 +24,6 @@ BLOCK = 8
 class Bounds:
     """The bounds of one layer. Page p has slots 32 p .. 32 p + 31; the last page may have fewer. ``low`` and ``high``
     are (lanes, pages, dim) in the dtype of the keys; padding counts like any other key."""
-
-    page: ClassVar[int] = PAGE
-    """Slots of a page."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -70,10 +65,6 @@ class Bounds:
         rows = query.flatten(1, 2).float()
         bound = torch.baddbmm(rows.clamp(min=0) @ high, rows.clamp(max=0), low)
         return bound.unflatten(1, query.shape[1:3])
-
-    def slack(self, query: Tensor) -> Tensor:
-        """Return inf for each query, (lanes, heads, queries, 1): the extremes of channels say little of any one key."""
-        return query.new_full((*query.shape[:3], 1), float("inf"))
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. The last page keeps its bounds, which then are wider than necessary."""

@@ -39,10 +39,6 @@ class Segments(Fate):
         if self.top < 1:
             raise UsageError(f"At least one segment is read, not {self.top}.")
 
-    def read(self, stored: int) -> int:
-        """Return the entries of the segments that a step reads, plus one for the bound of every segment."""
-        return min(stored, GROUP * self.top) + stored // GROUP
-
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Groups(None, Promising(self.top, site.meter))
 

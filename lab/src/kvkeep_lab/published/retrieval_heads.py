@@ -19,7 +19,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
-from kvkeep.policies.score_file import numbers
+from kvkeep_lab.published.score_file import numbers
 
 LENGTH, PASSKEY, SAMPLES = 512, 32, 4
 """Tokens of a sample, tokens of its passkey, and the number of samples that are averaged."""

@@ -1,8 +1,8 @@
 """The reader of selective recall: a step attends to the resident entries, and to chosen pages of the backing.
 
 Attention over resident and new entries gives the log-sum-exp of their scores, and the bounds of a page
-(:mod:`kvkeep.stores.readers.bounds`) the most that any of its entries can score. Together they bound the attention that
-a page can have, before it is recalled. A :class:`PageChoice` chooses the pages of each lane. The attention left out is
+(:mod:`kvkeep_lab.published.page_bounds`) the most that any of its entries can score. Together they bound the attention
+that a page can have, before it is recalled. The recall chooses the pages of each lane. The attention left out is
 bounded by
 
     S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
@@ -13,10 +13,11 @@ evicted entries in a smaller form, the step also attends to those that were not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,70 +30,11 @@ from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed
 from kvkeep.stores.readers.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
+from kvkeep_lab.published.by_hand import away, bring, halves, picked
+from kvkeep_lab.published.page_bounds import PAGE, Bounds
 
 FEW = 8
 """The maximum number of queries for which pages are chosen; a longer step recalls all pages."""
-
-
-class ScoreBounds(Protocol):
-    """Bounds on the scores of all keys of a layer, by pages of consecutive slots. It also has the methods ``select``,
-    ``state`` and ``restore`` of :class:`~kvkeep.contracts.part.Part`."""
-
-    page: ClassVar[int]
-    """Slots of a page."""
-
-    @property
-    def pages(self) -> int:
-        """The number of pages; the last one may be incomplete."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-
-    def extend(self, keys: Tensor) -> None:
-        """Take the next keys, (lanes, n, dim)."""
-
-    def upper(self, query: Tensor) -> Tensor:
-        """Return upper bounds of the scores (not scaled) of ``query`` (lanes, heads, queries, dim) with the keys of
-        each page: (lanes, heads, queries, pages) float32."""
-
-    def slack(self, query: Tensor) -> Tensor:
-        """Return how far any score of a query may be below :meth:`upper`, (lanes, heads, queries, 1); inf: unknown."""
-
-    def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
-
-    def select(self, lanes: Tensor) -> None:
-        """Replace the lanes by those of an index."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what :meth:`restore` needs."""
-
-    def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Restore the result of :meth:`state`, for ``length`` slots."""
-
-    def check(self, extent: Extent) -> None:
-        """Raise ShapeError unless the bounds are of this extent."""
-
-
-class PageChoice(Protocol):
-    """Chooses the pages to recall."""
-
-    fetches: ClassVar[bool]
-    """After a step, entries become resident again (:meth:`fetch`)."""
-
-    def choose(self, excess: Tensor, slack: Tensor) -> Tensor | None:
-        """Return which pages each lane recalls, (lanes, pages) bool; None: no pages. excess: (lanes, heads, queries,
-        pages), the logarithm of the maximum that a page can add to the sum of attention so far, which counts as 1.
-        slack: how far below that the logarithm of what it adds may be, (lanes, heads, queries, 1)."""
-
-    def fetch(self, bounds: Tensor, tokens: Tensor | int, halves: Callable[[int], Tensor], away: Tensor) -> Tensor:
-        """Return which slots come back after a step, (lanes, n) int64, -1 for none. Called only where the choice
-        :attr:`fetches`.
-
-        bounds: (lanes, pages), the logarithm of the maximum attention that any query can have given to any entry of a
-        page. tokens: the number of tokens so far, (lanes, 1). halves: a function from a limit to the number of entries
-        that each lane can take in, (lanes, 1). away: (lanes, slots of whole pages) bool, which slots can come back."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +53,14 @@ class Certificate:
 
 
 class Selective(Backed):
-    """Recalls the pages that ``choice`` selects, in steps of at most :data:`FEW` queries. It recalls all pages in
-    longer steps, where the caller has a mask, and for latent attention (bounds of latents do not bound scores)."""
+    """Recalls the pages that ``recall`` chooses (a
+    :class:`~kvkeep_lab.published.selective_recall.SelectiveRecall`), in steps of at most :data:`FEW` queries. It
+    recalls all pages in longer steps, where the caller has a mask, and for latent attention (bounds of latents do not
+    bound scores)."""
 
-    def __init__(self, site: Site, choice: PageChoice, bounds: ScoreBounds) -> None:
+    def __init__(self, site: Site, recall: Any) -> None:
         super().__init__(site)
-        self.choice, self.bounds = choice, bounds
+        self.choice, self.bounds = recall, Bounds()
         self.meter = site.meter
         self.last = self.worst = 0.0
         self._recalled = self._away = 0.0
@@ -174,38 +118,37 @@ class Selective(Backed):
         """Attend over ``near`` and the recalled entries; note the bound on the rest. Return output, log-sum-exp, and
         the recalled slots, (lanes, slots) bool, or None."""
         output, lse = attend(step.query, near, step.scaling)
-        away = self._away_by_page(layer)
-        if away is None:
+        there = self._away_by_page(layer)
+        if there is None:
             return output, lse, None
-        counts = away.unflatten(1, (-1, self.bounds.page)).sum(2)
+        counts = there.unflatten(1, (-1, PAGE)).sum(2)
         bounds = self.bounds.upper(step.query).mul_(step.scaling)
         bounds += counts.log()[:, None, None]
-        slack = self.bounds.slack(step.query).mul_(step.scaling)
         wanted: Tensor | None = None
-        if (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None], slack)) is not None:
-            wanted = (away & taken.repeat_interleave(self.bounds.page, 1))[:, : layer.length]
+        if (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None])) is not None:
+            wanted = (there & taken.repeat_interleave(PAGE, 1))[:, : layer.length]
             if wanted.any():
                 output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
             bounds.masked_fill_(taken[:, None, None], float("-inf"))
         left = (bounds - self._counted(layer, lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
         if step.brings_entries:
-            self._recalled += 0.0 if wanted is None else int(wanted.sum()) / len(away)
-            self._away += int(counts.sum()) / len(away)
+            self._recalled += 0.0 if wanted is None else int(wanted.sum()) / len(there)
+            self._away += int(counts.sum()) / len(there)
             self._steps += 1
         return output, lse, wanted
 
     def _fetch(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
         """Make entries that a step may have missed resident, for the next step."""
-        away = self._away_by_page(layer)
-        if away is None:
+        there = self._away_by_page(layer)
+        if there is None:
             return
         bounds = (
             self.bounds.upper(step.query).mul_(step.scaling).sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
         )
         first = layer.ledger.first_by(layer.heads)
         tokens = layer.length if first is None else (layer.length - first).clamp(min=1)
-        self.bring(layer, self.choice.fetch(bounds, tokens, layer.resident.halves, away))
+        bring(layer, self.choice.fetch(bounds, tokens, partial(halves, layer.resident), there))
 
     def _counted(self, layer: Layer, lse: Tensor) -> Tensor:
         """Return the log-sum-exp that pages are compared with, in which queries of padding do not count."""
@@ -215,10 +158,10 @@ class Selective(Backed):
         """Return which slots can come back, (lanes, slots of whole pages) bool; None where there are none."""
         if not layer.length:
             return None
-        away = self.away(layer)
-        if not away.any():
+        slots = away(layer)
+        if not slots.any():
             return None
-        return torch.nn.functional.pad(away, (0, self.bounds.pages * self.bounds.page - layer.length))
+        return torch.nn.functional.pad(slots, (0, self.bounds.pages * PAGE - layer.length))
 
     def _recall(self, layer: Layer, step: AttentionInputs, wanted: Tensor) -> Iterator[Segment]:
         """Yield the ``wanted`` entries, (lanes, slots) bool. They are gathered; where some lane needs most of the
@@ -227,7 +170,7 @@ class Selective(Backed):
             yield from self.segments(layer, step, wanted)
             return
         slots = compact(wanted)
-        keys, values = self.picked(slots.clamp(min=self.first))  # a row with fewer has others, which are masked
+        keys, values = picked(self, slots.clamp(min=self.first))  # a row with fewer has others, which are masked
         with self.meter.holding(keys, values):
             yield Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
 
@@ -264,3 +207,9 @@ class Selective(Backed):
     @property
     def bookkeeping_bytes(self) -> int:
         return self.bounds.nbytes
+
+
+def certificates(cache: Any) -> list[Certificate]:
+    """Return what each layer with a selective recall may have missed; an empty list for other methods."""
+    layers = cache.stream.bounded if cache.stream.streams else []
+    return [layer.reader.certificate for layer in layers if isinstance(layer.reader, Selective)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.policies.recalls.selective import SelectiveRecall
-from kvkeep.stores.readers.bounds import PAGE
+from kvkeep_lab.published.page_bounds import PAGE
+from kvkeep_lab.published.selective_recall import SelectiveRecall
 
 ALL = 2**31
 """A number of pages that no text reaches."""
@@ -39,10 +39,10 @@ class Pages(SelectiveRecall):
             )
         return cls(ALL if value == "all" else int(value or cls.count))
 
-    def choose(self, excess: Tensor, slack: Tensor) -> Tensor:
+    def choose(self, excess: Tensor) -> Tensor:
         highest = excess.amax((1, 2))
         best = highest.topk(min(self.count, highest.shape[1]), dim=1, sorted=False).indices
         return torch.zeros(highest.shape, dtype=torch.bool, device=highest.device).scatter_(1, best, True)
 
-    def entries(self, away: int) -> int:
+    def recalled(self, away: int) -> int:
         return min(away, self.count * PAGE)
