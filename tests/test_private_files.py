@@ -57,7 +57,6 @@ def test_whatever_is_written_is_private(tmp_path: Path, monkeypatch: pytest.Monk
             with StoredSession(one, name, writing=True) as stored:
                 stored.save(Session(cache, prompt(1, 300).tolist()))
                 stored.save(Session(cache, prompt(1, 300).tolist()))
-        one.fork("me/talk", "me/twin")
         with one.open("me/open"):
             assert modes(root) == {}
     archive.export(named, "me/talk", root / "talk.tar")

@@ -42,7 +42,9 @@ def test_pages_name_what_is_exported() -> None:
     rooms = {path.stem for path in (ROOT / "src" / "kvkeep").iterdir()}
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         named = set(re.findall(r"\bkvkeep\.([A-Za-z]\w*)", page.read_text(encoding="utf-8")))
-        assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "md", "git", "service", "h"}, page.name
+        assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "cluster", "md", "git", "service", "h"}, (
+            page.name
+        )
 
 
 @pytest.mark.parametrize("module", ["kvkeep", "kvkeep_vllm", "kvkeep_cluster.proxy"])

@@ -91,16 +91,14 @@ def use(store: Store, folder: Path) -> None:
     """Do with a store whatever is done with one."""
     assert check_whole(store, NAME, "h2o") in TURNS
     store_text(store, NAME, "h2o")
-    store.fork(NAME, "me/twin")
     archive.export(store, NAME, folder / "talk.tar")
     archive.add(folder / "talk.tar", store, "me/imported")
     store.age = 10.0**6
     store.evict()
     store.remove_unused()
     assert verify(store).sound
-    assert {info.name for info in store.sessions() if info.problem is None} == {NAME, "me/twin", "me/imported"}
-    for one in ("me/twin", "me/imported"):
-        store.remove(one)
+    assert {info.name for info in store.sessions() if info.problem is None} == {NAME, "me/imported"}
+    store.remove("me/imported")
     assert check_whole(Store(store.folder, quota=None), NAME, "h2o") == TURNS[1]
 
 

@@ -45,7 +45,6 @@ from kvkeep import (
 )
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.references import Reference
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.errors import SessionDamaged
@@ -427,78 +426,6 @@ def test_a_session_of_a_part_of_the_text_that_exceeds_the_quota_writes_no_blocks
     assert len([path for path in files(tmp_path) if path.suffix == ".block"]) == 1
     with StoredSession(store, "me/a") as stored:
         assert stored.load(one).cache.get_seq_length() == 0
-
-
-# -- forks ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", METHODS)
-def test_a_fork_writes_a_reference_and_a_state_and_both_sessions_continue(name: str, tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store_text(store, "me/a", name, TURNS[0])
-    before = {path: path.stat().st_mtime_ns for path in files(tmp_path) if path.suffix == ".block"}
-    store.fork("me/a", "me/b")
-    after = {path: path.stat().st_mtime_ns for path in files(tmp_path) if path.suffix == ".block"}
-    (state,) = {*after} - {*before}
-    assert before.items() <= after.items() and blocks_of(store, "me/b") == [*blocks_of(store, "me/a")[:-1], state]
-    store_text(store, "me/a", name)
-    assert check_whole(store, "me/a", name) == LENGTH and check_whole(store, "me/b", name) == TURNS[0]
-    store.fork("me/b", "me/c")
-    store_text(store, "me/b", name)
-    assert not state.exists() and check_whole(store, "me/c", name) == TURNS[0]
-    store_text(store, "me/c", name)
-    for one in "abc":
-        assert check_whole(store, f"me/{one}", name) == LENGTH
-        store.remove(f"me/{one}")
-    assert not [path for path in files(tmp_path) if path.suffix == ".block"]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_session_that_is_saved_while_it_is_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the fork is written, and after it."""
-    store, original, commit, lengths = Store(tmp_path), Store._forked, Reference.commit, iter(TURNS)
-
-    def save() -> None:
-        if (length := next(lengths, 0)) > 0:
-            store_text(store, "a", "h2o", length)
-
-    def between(*given: Any) -> Any:
-        save()
-        return original(*given)
-
-    def committed(*given: Any) -> None:
-        commit(*given)
-        if given[0].files.name.endswith("/b.session"):
-            save()
-
-    store_text(store, "a", "h2o", 20)
-    monkeypatch.setattr(Store, "_forked", between)
-    monkeypatch.setattr(Reference, "commit", committed)
-    store.fork("a", "b")
-    assert check_whole(store, "b", "h2o") == LENGTH == check_whole(store, "a", "h2o")
-
-
-def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
-    for name in ("a", "me/b"):
-        store_text(store, name, "h2o", 20)
-    present = files(tmp_path)
-    for pair, reason in {
-        ("a", "../c"): "cannot be the name",
-        ("a", "c" * 300): "cannot be the name",
-        ("a", "c\0"): "cannot be the name",
-        ("a", "a"): "There is a session 'a' already",
-        ("c", "d"): "There is no session 'c'",
-        ("a", "me/c"): "another owner",
-        ("me/b", "you/b"): "another owner",
-    }.items():
-        with pytest.raises((UsageError, SessionError), match=reason):
-            store.fork(*pair)
-    monkeypatch.setattr(Reference, "commit", lambda *_: (_ for _ in ()).throw(SessionError("full")))
-    with pytest.raises(SessionError, match="full"):
-        store.fork("a", "c")
-    assert files(tmp_path) == present and not store.path("c").exists()
 
 
 def test_a_session_needs_the_ids_of_all_rows(tmp_path: Path) -> None:

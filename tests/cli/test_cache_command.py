@@ -7,11 +7,9 @@ import os
 import random
 import shutil
 import subprocess
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import tokenizer
@@ -85,27 +83,6 @@ def test_sessions_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_
     assert not files(folder)
 
 
-def test_a_session_is_forked(run: Run, folder: str, model_folder: Path) -> None:
-    code, _, err = run("cache", "fork", "ann", "bob", "--sessions", folder)
-    assert (code, err) == (0, "Forked ann as bob; they share their blocks.\n")
-    code, out, _ = run("cache", "fork", "bob", "cid", "--sessions", folder, "--json")
-    assert code == 0 and json.loads(out) == {"forked": "bob", "as": "cid"}
-    for pair in (
-        ("ann", "bob"),
-        ("ann", "../bob"),
-        ("ann", "./bob"),
-        ("ann", "me/bob"),
-        ("dan", "eve"),
-        ("ann", "e" * 300),
-    ):
-        code, _, err = run("cache", "fork", *pair, "--sessions", folder)
-        assert code and len(err.splitlines()) == 1, err
-    common = ("chat", "-m", str(model_folder), "-n", "3", "--sessions", folder)
-    for name in ("ann", "bob"):
-        code, _, err = run(*common, "--session", name, stdin="was it\n")
-        assert code == 0 and "4 messages" in err and "again" not in err
-
-
 def test_a_session_at_a_path(run: Run, folder: str, model_folder: Path, tmp_path: Path) -> None:
     file, path = str(tmp_path / "file"), str(tmp_path / "moved.session")
     assert run("cache", "export", "ann", file, "--sessions", folder)[0] == 0
@@ -153,48 +130,6 @@ def test_damaged_archives_leave_nothing(folder: str, tmp_path: Path) -> None:
             assert Store(target).read("ann").about == source.read("ann").about
             shutil.rmtree(target)
     assert refused > 150
-
-
-def test_foreign_archives_are_refused(folder: str, tmp_path: Path) -> None:
-    """Names in an archive are no paths, and blocks are those that its session names."""
-    file, target = tmp_path / "file", tmp_path / "target"
-    archive.export(Store(folder), "ann", file)
-    with tarfile.open(file) as tar:
-        members: list[tuple[Any, bytes]] = [(one, tar.extractfile(one).read()) for one in tar]  # type: ignore[union-attr]
-
-    def written(changed: list[tuple[Any, bytes]]) -> Path:
-        with tarfile.open(tmp_path / "foreign", "w") as tar:
-            for member, content in changed:
-                name = tmp_path / f"member{len(tar.getnames())}"
-                name.write_bytes(content)
-                info = tarfile.TarInfo(member if isinstance(member, str) else member.name)
-                info.size = len(content)
-                with open(name, "rb") as content_file:
-                    tar.addfile(info, content_file)
-        return tmp_path / "foreign"
-
-    (_, first), (_, second) = members[1], members[2]
-    cases = [
-        [],
-        members[1:],
-        members[:-1],
-        [*members, ("../../evil", b"x")],
-        [(f"../{members[0][0].name}", members[0][1]), *members[1:]],
-        [members[0], (f"/tmp/{members[1][0].name}", first), *members[2:]],
-        [members[0], (members[1][0], second), (members[2][0], first), *members[3:]],
-        [members[0], members[1], *members[1:]],
-    ]
-    for number, case in enumerate(cases):
-        with pytest.raises(SessionDamaged):
-            archive.add(written(case), Store(target), "ann")
-        assert not target.exists(), number
-    link = tarfile.TarInfo("session")
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    with tarfile.open(tmp_path / "foreign", "w") as tar:
-        tar.addfile(link)
-    with pytest.raises(SessionDamaged):
-        archive.add(tmp_path / "foreign", Store(target), "ann")
-    archive.add(written(members), Store(target), "ann")
 
 
 def test_an_import_that_fails_midway_leaves_nothing(

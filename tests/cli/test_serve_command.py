@@ -21,7 +21,7 @@ from kvkeep.cli.serve.server_options import (
     MemoryOptions,
     NetworkOptions,
     StoreOptions,
-    cluster_options,
+    process_options,
 )
 from kvkeep.errors import UsageError
 from kvkeep.models import loading
@@ -151,5 +151,5 @@ def test_without_the_connector_a_sentence_says_how_to_install_it(monkeypatch: py
     monkeypatch.setattr(plugins, "points", lambda group: ())
     for given in ({"replicas": "2"}, {"bucket": "s3://talks"}):
         with pytest.raises(UsageError, match=r"needs the connector kvkeep-cluster.*pip install ./connectors/cluster"):
-            cluster_options()(**given).check(MemoryOptions(), NetworkOptions(), LimitOptions(), StoreOptions())
-    cluster_options()().check(MemoryOptions(), NetworkOptions(), LimitOptions(), StoreOptions())
+            process_options()(**given).check(MemoryOptions(), NetworkOptions(), LimitOptions(), StoreOptions())
+    process_options()().check(MemoryOptions(), NetworkOptions(), LimitOptions(), StoreOptions())

@@ -196,7 +196,7 @@ def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", full)
+        patch.setattr(os, "fsync", full)
         two = told(engine, ids, "talk")
     assert "no space left" in engine.sessions.facts("me")["talk"]["note"]
     ids = [*ids, *two.ended.tokens, *parts[2]]
@@ -233,7 +233,7 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     answers = [[*client.ended.tokens] for client in (one, two, three)]
     assert three.ended.cached > len(parts[0]) and answers == alone(parts, kind) and note() is None
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", full)
+        patch.setattr(os, "fsync", full)
         four = told(engine, [*ids, *three.ended.tokens, 5], "talk")
         engine.sessions.park(last := engine.sessions.memory[("me", "talk")])
     assert four.ended.written == NEW and last.unsaved and "without its last turn" in caplog.text

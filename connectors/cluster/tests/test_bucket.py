@@ -164,19 +164,6 @@ def test_a_session_goes_on_on_another_machine_to_the_bit(made: Made) -> None:
     assert not here.bucket.list(here.bucket.root / "blocks")  # what is forgotten is in no object
 
 
-def test_a_session_is_forked_in_the_bucket(made: Made) -> None:
-    here, ids = made("here"), list(range(2, 40))
-    cache = KeepCache(tiny("llama"), "full")
-    tiny("llama")(input_ids=torch.tensor([ids]), cache=cache, use_cache=True)
-    with StoredSession(here, "me/a", writing=True) as stored:
-        stored.save(Session(cache, [ids]))
-    here.fork("me/a", "me/b")
-    with StoredSession(here, "me/a", writing=True) as stored:
-        stored.save(Session(cache, [ids]))
-    with StoredSession(made("there"), "me/b") as stored:
-        assert stored.load(tiny("llama")).cache.get_seq_length() == len(ids)
-
-
 def test_a_url_of_something_else_is_refused(tmp_path: Path) -> None:
     for url in ("odd://here", "s3:/x", "s3://", "bucket", "file://x"):
         with pytest.raises(UsageError, match="is not a bucket"):

@@ -24,7 +24,7 @@ from kvkeep.cli.serve.server_options import (
     MemoryOptions,
     NetworkOptions,
     StoreOptions,
-    cluster_options,
+    process_options,
 )
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine
@@ -180,4 +180,4 @@ def test_kvkeep_finds_the_options_by_the_entry_point(monkeypatch: pytest.MonkeyP
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     (entry,) = project["entry-points"][CLUSTER].items()
     monkeypatch.setattr(plugins, "points", lambda group: [EntryPoint(*entry, group)])
-    assert cluster_options() is ClusterOptions
+    assert process_options() is ClusterOptions

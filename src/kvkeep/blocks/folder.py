@@ -120,11 +120,6 @@ class BlockFolder:
         with as_file(open_file(self.path(name)), "r") as file:
             return bytearray(file.read())
 
-    def check(self, name: BlockName) -> int:
-        """Read a block and return its bytes. Raises as :meth:`read`."""
-        self.read(name)
-        return self.size(name)
-
     def read_first(
         self, names: Sequence[BlockName], home: Place = MEMORY
     ) -> tuple[list[dict[str, Tensor]], StoreError | None]:
@@ -192,12 +187,6 @@ class BlockFolder:
         until = math.inf if unused_s is None else time.time_ns() - unused_s * 1e9
         paths = [Path(path) for used, _, path in self._by_use() if used < until]
         return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
-
-    def clear(self, space: str) -> None:
-        """Remove all blocks of a namespace and of the namespaces within it."""
-        for name in self.names():
-            if name.space == space or name.space.startswith(f"{space}/"):
-                self.remove(name)
 
     def remove_folder(self) -> None:
         """Remove all blocks, and the folder unless it has other files. Raises OSError."""

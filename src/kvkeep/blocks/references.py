@@ -100,7 +100,7 @@ class SessionFiles:
                 return
         raise OSError(errno.EAGAIN, "it changes all the time")
 
-    def held(self) -> bool:
+    def has_lock(self) -> bool:
         """Return whether this program's lock is that of the folder that is there."""
         return self.lock is not None and holds(self.lock, self.path / LOCK)
 
@@ -183,7 +183,7 @@ class Reference:
         """Release the session. A session without a save is removed."""
         try:
             with suppress(OSError, MemoryError):
-                if not self.saves and self.files.held() and not self.files.generations():
+                if not self.saves and self.files.has_lock() and not self.files.generations():
                     self.files.remove_all()
         finally:
             self.files.release()
@@ -211,7 +211,7 @@ class Reference:
         whether it was. Raises SessionBusy if another program has or continued the session, and SessionUnwritable."""
         had_lock = self.files.lock is not None  # it has none if the disk was read-only
         with self._writing():
-            if moved := not self.files.held():
+            if moved := not self.files.has_lock():
                 self.files.release()
                 self.files.hold()
             elif not replaced and max(self.files.generations(), default=0) == self.saves:

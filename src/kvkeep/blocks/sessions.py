@@ -205,7 +205,7 @@ class StoredSession(Reference):
         """Return whether the session's folder was removed or replaced since it was renewed, as far as that is known."""
         with suppress(KvkeepError, OSError):
             self.store.create()
-            return self.store.replaced != self._replaced or not self.files.held()
+            return self.store.replaced != self._replaced or not self.files.has_lock()
         return False
 
     def _renew(self) -> bool:

@@ -22,17 +22,14 @@ from typing import Any
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.header import checked
 from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
-from kvkeep.blocks.names import belongs_to_sessions, session_key, state_key, tail_key
+from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import Reference, SessionFiles, newest, unwritable
 from kvkeep.clock import ClockWatch
 from kvkeep.errors import (
-    BlockDamaged,
-    BlockMissing,
     SessionBusy,
     SessionError,
     SessionUnwritable,
     SessionVersion,
-    StoreError,
     UsageError,
     reason_of,
 )
@@ -87,8 +84,6 @@ class SessionInfo:
     """The model's family."""
     method: str | None = None
     budget: str | None = None
-    mark: str = ""
-    """The mark of the last save."""
 
 
 def store_folder(named: str | os.PathLike[str] | None = None) -> Path:
@@ -177,10 +172,24 @@ class Store(MarkedFolder):
 
     def remove(self, name: str) -> None:
         """Remove a session, even one that cannot be read, and its blocks, except those that other sessions have. Raises
-        SessionBusy if a program has it open for writing."""
-        self._existing(name)
-        if not self._removed(name):
+        SessionBusy if a program has it open for writing, and SessionUnwritable."""
+        files, keys = self._existing(name), set[str]()
+        if files.in_use():
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
+        try:
+            with suppress(SessionError):
+                keys = keys_of(Reference(files).about)
+            try:
+                files.remove_all()
+            finally:
+                if gone := not files.generations():
+                    self.release(name, keys)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and gone:
+                raise SessionUnwritable(
+                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it has files of others."
+                ) from error
+            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
 
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
@@ -191,7 +200,8 @@ class Store(MarkedFolder):
         for name in [*self._names()] if age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
                 if time.time() - self.files(name).used() > (age or 0):
-                    gone += self._removed(name)
+                    self.remove(name)
+                    gone += 1
         self.blocks.evict(age)
         if steady < ABANDONED_S:
             return gone
@@ -231,41 +241,6 @@ class Store(MarkedFolder):
             for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
                 for one in (key, tail_key(key), state_key(key)):
                     self.blocks.remove(BlockName(space, one))
-
-    def fork(self, name: str, other: str) -> None:
-        """Add a session ``other`` of the same owner that continues from the last save of the session ``name``, which
-        another program may be writing to. Both name the same blocks, and each has its own state. Raises SessionError,
-        and UsageError if there is such a session."""
-        self.path(other)
-        self._existing(name)
-        if self.space(name) != self.space(other):
-            raise UsageError(
-                f"The session '{other}' cannot use the blocks of '{name}', which has another owner; use 'kvkeep cache "
-                "export' and 'kvkeep cache import'."
-            )
-        with self.open(other) as twin:
-            if twin.saves:
-                raise UsageError(f"There is a session '{other}' already; give another name.")
-            while not self._forked(name, twin):
-                pass
-
-    def _forked(self, name: str, twin: Reference) -> bool:
-        """Make the last save of the session ``name`` that of ``twin``; return False, and leave nothing, if the session
-        was saved meanwhile, so that its blocks may be gone. Raises SessionError."""
-        source, state = self.read(name), BlockName(self.space(name), session_key())
-        about, forked = checked(source.about), False
-        try:
-            with suppress(BlockDamaged, BlockMissing):  # its text is read again
-                self.blocks.write(state, self.blocks.read(BlockName(state.space, about["state"])))
-            twin.commit(about | {"state": state.key})
-            forked = self.read(name).mark == source.mark
-        except StoreError as error:
-            raise SessionUnwritable(f"The session '{name}' cannot be forked: {error}") from error
-        finally:
-            if not forked:
-                twin.discard()
-                self.blocks.remove(state)
-        return forked
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
@@ -313,32 +288,10 @@ class Store(MarkedFolder):
                 family=about["family"],
                 method=about["method"],
                 budget=about["budget"],
-                mark=reference.mark,
             )
         except SessionError as error:
             problem, other = (str(error) if files.generations() else UNSAVED), isinstance(error, SessionVersion)
         return SessionInfo(**common, bytes=0, problem=problem, other_version=other)
-
-    def _removed(self, name: str) -> bool:
-        """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
-        files, keys = self.files(name), set[str]()
-        if files.in_use():
-            return False
-        try:
-            with suppress(SessionError):
-                keys = keys_of(Reference(files).about)
-            try:
-                files.remove_all()
-            finally:
-                if not files.generations():
-                    self.release(name, keys)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not files.generations():
-                raise SessionUnwritable(
-                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it has files of others."
-                ) from error
-            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
-        return True
 
 
 def keys_of(about: dict[str, Any] | None) -> set[str]:

@@ -42,7 +42,7 @@ def verify(store: Store) -> Verification:
     found = Verification()
     for name in store.blocks.names():
         try:
-            count = store.blocks.check(name)
+            store.blocks.read(name)
         except BlockDamaged as error:
             found.removed.append(str(error))
         except BlockVersion as error:
@@ -51,7 +51,7 @@ def verify(store: Store) -> Verification:
             if store.blocks.size(name):  # otherwise another program removed it
                 found.unreadable.append(str(error))
         else:
-            found.blocks, found.bytes = found.blocks + 1, found.bytes + count
+            found.blocks, found.bytes = found.blocks + 1, found.bytes + store.blocks.size(name)
     for info in store.sessions():
         if info.problem is not None:
             if info.other_version:

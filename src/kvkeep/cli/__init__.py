@@ -20,7 +20,7 @@ COMMANDS = {
     ),
     "cache": (
         "kvkeep.cli.cache:app",
-        "List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
+        "List, verify, prune, export and import what is kept on disk: sessions and their blocks.",
     ),
     "plan": ("kvkeep.cli.plan:plan", "Predict memory and speed of every cache that fits, and recommend one."),
     "calibrate": (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.blocks.store import SessionInfo, Store
 
 app = typer.Typer(
-    help="List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
+    help="List, verify, prune, export and import what is kept on disk: sessions and their blocks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -189,19 +189,6 @@ def prune(
     _done(removed, {"sessions": gone, "blocks": blocks, "bytes": count}, json)
 
 
-@app.command("fork")
-@options.command
-def fork(
-    place: StorePlace,
-    name: Word,
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new session.")],
-    json: options.Json = False,
-) -> None:
-    """Add a session that continues from the last save of another. They share their blocks; nothing is copied."""
-    place.store().fork(name, new)
-    _done(f"Forked {name} as {new}; they share their blocks.", {"forked": name, "as": new}, json)
-
-
 @app.command("export")
 @options.command
 def export(name: Name, file: File, place: StorePlace, json: options.Json = False) -> None:
@@ -236,7 +223,7 @@ def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:
 def _facts(info: SessionInfo) -> dict[str, Any]:
     now = time.time()
     ages = {"unused_s": now - info.used, "age_s": None if info.created is None else now - info.created}
-    return {name: value for name, value in asdict(info).items() if name not in ("used", "created", "mark")} | ages
+    return {name: value for name, value in asdict(info).items() if name not in ("used", "created")} | ages
 
 
 def _problem(info: SessionInfo) -> str:

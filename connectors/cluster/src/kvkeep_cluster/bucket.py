@@ -152,7 +152,7 @@ class BucketSession(SessionFiles):
         """Raise OSError if the bucket cannot be used."""
         self.exists()
 
-    def held(self) -> bool:
+    def has_lock(self) -> bool:
         """Return True: there is no folder that could be removed or replaced."""
         return True
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvkeep.cli.serve import server_options
-from kvkeep.cli.serve.server_options import LimitOptions, MemoryOptions, NetworkOptions, StoreOptions
+from kvkeep.cli.serve.server_options import LimitOptions, MemoryOptions, NetworkOptions, ProcessOptions, StoreOptions
 from kvkeep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ClusterOptions(server_options.ClusterOptions):
+class ClusterOptions(ProcessOptions):
     """The number and place of server processes, and the bucket of the store."""
 
     replicas: Annotated[

@@ -179,13 +179,13 @@ def ray_serve() -> Any:
     """Return Ray Serve. Raises UsageError if it is not installed."""
     try:
         import mmh3  # noqa: F401 - required by its router
-        from ray import serve
+        import ray.serve
     except ImportError as error:
         raise UsageError(
             f"--replicas needs Ray Serve, and there is no '{error.name}' here: pip install ./connectors/cluster (in a "
             "clone of the repository)."
         ) from error
-    return serve
+    return ray.serve
 
 
 @contextmanager

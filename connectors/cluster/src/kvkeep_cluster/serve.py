@@ -41,8 +41,8 @@ def serve_replicas(
                 signal.signal(number, lambda *_: stopped.set())
         proxy = Address(*replicas.deploy(service, scale, address.host, port, address.tls))
         count = f"{scale.minimum}" if scale.minimum == scale.maximum else f"{scale.minimum} to {scale.maximum}"
-        room = f"{(service.memory or 0) / 1e6:.0f} MB for all conversations of a replica"
-        note(f"{proxy.url(proxy.port)}/v1  model '{service.model}', {room}")
+        memory = f"{(service.memory or 0) / 1e6:.0f} MB for all conversations of a replica"
+        note(f"{proxy.url(proxy.port)}/v1  model '{service.model}', {memory}")
         if (proxy.host, proxy.port) != (address.host, port):
             note("the cluster's proxies listen there already; --host and --port do not change that")
         cores = "1 core" if scale.cores == 1 else f"{scale.cores:g} cores"

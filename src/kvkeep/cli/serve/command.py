@@ -17,15 +17,15 @@ from kvkeep.cli.serve.server_options import (
     MemoryOptions,
     NetworkOptions,
     StoreOptions,
-    cluster_options,
+    process_options,
 )
 from kvkeep.cli.startup import startup
 from kvkeep.extras import optional
 
 if TYPE_CHECKING:
-    from kvkeep.cli.serve.server_options import ClusterOptions
+    from kvkeep.cli.serve.server_options import ProcessOptions
 else:
-    ClusterOptions = cluster_options()
+    ProcessOptions = process_options()
 
 
 @options.command
@@ -43,7 +43,7 @@ def serve(
         bool, typer.Option(help="Measure this machine once while the server is idle, for 'kvkeep plan'.")
     ] = True,
     store: StoreOptions,
-    cluster: ClusterOptions,
+    processes: ProcessOptions,
 ) -> None:
     """Serve conversations to OpenAI clients over HTTP, all within one memory limit.
 
@@ -54,14 +54,14 @@ def serve(
     model.check()
     for package in ("uvicorn", "fastapi", "prometheus_client"):
         optional(package, "serve")
-    cluster.check(memory, network, limits, store)
+    processes.check(memory, network, limits, store)
     grace = GRACE_S if limits.grace is None else limits.grace
     address = Address(network.host, network.port, https(network.certificate, network.private_key))
     keys, access = _access(network.keys, address)
 
     with ExitStack() as stack:
         server = None
-        if cluster.replicas is None:
+        if processes.replicas is None:
             from kvkeep.cli.serve.listening import listening
 
             # before the imports below, which take seconds
@@ -78,10 +78,10 @@ def serve(
             "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
             "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
         }  # fmt: skip
-        service, conversations = cluster.service(given, memory.cache(), keys), memory.conversations
+        service, conversations = processes.service(given, memory.cache(), keys), memory.conversations
         saved = store.describe(service)
         if server is None:
-            cluster.serve(service, conversations, address, grace, saved, access)
+            processes.serve(service, conversations, address, grace, saved, access)
         else:
             service.store()
             serve_here(server, service, address, conversations, grace, saved, access, measure=measure)

@@ -174,11 +174,11 @@ class StoreOptions:
 
 
 CLUSTER = "kvkeep.cluster"
-"""The group of the entry point that names the :class:`ClusterOptions` of the connector ``kvkeep-cluster``."""
+"""The group of the entry point that names the :class:`ProcessOptions` of the connector ``kvkeep-cluster``."""
 
 
 @dataclass(frozen=True)
-class ClusterOptions:
+class ProcessOptions:
     """More processes than one, or a store that is no folder: what the connector ``kvkeep-cluster`` does. Its subclass
     has further options."""
 
@@ -212,8 +212,8 @@ class ClusterOptions:
         raise NotImplementedError
 
 
-def cluster_options() -> type[ClusterOptions]:
+def process_options() -> type[ProcessOptions]:
     """Return the options of the connector if it is installed, else those that say how to install it."""
-    found = [ClusterOptions]
+    found = [ProcessOptions]
     each_plugin(CLUSTER, lambda _, options: found.append(options))
     return found[-1]
