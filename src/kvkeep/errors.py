@@ -116,6 +116,31 @@ class SessionVersion(SessionUnwritable):
     """Another version of kvkeep has saved the session; it is neither read nor changed."""
 
 
+class QueueFull(KvkeepError):
+    """The server's queue is full; retry later."""
+
+
+class EngineStopping(KvkeepError):
+    """The server's engine is shutting down and accepts no requests."""
+
+
+class SessionMismatch(UsageError):
+    """A request names another method or budget than its session has."""
+
+
+class PromptTooLong(UsageError):
+    """A prompt leaves no position for an answer."""
+
+    @classmethod
+    def of(cls, tokens: int | str, positions: int) -> PromptTooLong:
+        """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
+        return cls(
+            f"The prompt has {tokens} tokens, but the model's context has {positions}; shorten the prompt to at most "
+            f"{positions - 1} tokens, or, with an exact method, send kvkeep.at_end 'endless' with every request of its "
+            "session."
+        )
+
+
 def unknown(kind: str, name: str, known: Iterable[str], lists: str = "") -> UsageError:
     """Return the error for an unknown name, with near matches and all known names; of many, what ``lists`` them."""
     names = sorted(known)

@@ -55,7 +55,7 @@ def test_storing_ends_when_the_server_has_to_end(tmp_path: Path, monkeypatch: py
     def waiting(self: BlockFolder, *arguments: Any, **options: Any) -> int:
         begun.set()
         for _ in range(500):
-            if engine.sessions.storage.ending:
+            if engine.sessions.beginnings.ending:
                 break
             time.sleep(0.01)
         return honest(self, *arguments, **options)

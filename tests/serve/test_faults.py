@@ -211,7 +211,7 @@ def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -
             found = super().empty()
             if not late:
                 late.append(Client(engine, text(20, 1), 2))
-                engine._stopping = True
+                engine.stopping = True
             return found
 
     engine._inbox = Inbox()

@@ -97,10 +97,10 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             ids[number] += parts[number][turn]
             kind = {} if turn else cache[number]
             clients.append(Client(engine, ids[number], NEW, name=("me", str(number)), **kind))
-        engine._stopping = True
+        engine.stopping = True
         while engine.step():
             assert sum(one.memory_bytes for one in engine.sessions.memory.values()) <= engine.arbiter.total
-        engine._stopping = False
+        engine.stopping = False
         for number, client in enumerate(clients):
             assert turn == 0 or client.ended.cached >= len(ids[number]) - len(parts[number][turn]) - 1, cache[number]
             ids[number] += client.ended.tokens
@@ -364,7 +364,7 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
     old.close()
 
 
-# -- a folder that several servers share ------------------------------------------------------------------
+# -- answers that are not given ---------------------------------------------------------------------------
 
 
 def opening_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +405,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(engine.arbiter, "grants", lambda *given: False)
         client = Client(engine, ids, name=key)
-        engine.step()
-        while key not in sessions.memory:
+        while engine._admission._refused is None:
             engine.step()
     engine._admission._refused = None
     client.job.cancel()
@@ -458,9 +457,9 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert two.ended.cached == len(ids) - len(parts[1]) - 1
     assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
     assert engine.sessions.facts("me")["talk"]["note"] is None
-    (info,) = Store(tmp_path).sessions()
-    assert (info.name, info.saves, info.in_use, info.problem) == ("me/talk", 2, True, None)
     engine.close()
+    (info,) = Store(tmp_path).sessions()
+    assert (info.name, info.saves, info.in_use, info.problem) == ("me/talk", 2, False, None)
     kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert kinds == {".json", ".block", "bytes", "kvkeep-store", "lock"}  # nothing unfinished
 

@@ -12,6 +12,10 @@ from fastapi import FastAPI
 
 from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
+from kvkeep.cache import KeepCache
+from kvkeep.decode.prompt import encode
+from kvkeep.engine.answer import Answer, Ask
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import loading
@@ -19,11 +23,15 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.request import Request
+from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.engine_request import Limits
+from kvkeep.serve.http.events import Limits
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.session_pool import SessionPool
+
+WARM_UP_TOKENS = 8
+"""The number of tokens of the prompt and of the answer that are made before the first request."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +143,25 @@ class Service:
     ) -> FastAPI:
         """Return the application of a running engine, which warms up. scrape: as in
         :func:`~kvkeep.serve.http.app.application`."""
-        engine.warm_up()
+        warm_up(engine)
         return application(engine, loaded, self.keys, self.limits, self.origins, scrape)
+
+
+def warm_up(engine: Engine) -> None:
+    """Queue a short answer in a cache that is discarded. It does what happens once in a process, such as reading the
+    weights into memory and compiling the chat template. It ends when a request arrives, which then does the rest; an
+    error shows there as well."""
+
+    def answer() -> None:
+        prompt = encode(engine.tokenizer, [{"role": "user", "content": "Hello"}])[-WARM_UP_TOKENS:]
+        cache = KeepCache(engine.model, **engine.cache)
+        engine.arbiter.check(peak_bytes(cache, len(prompt) + WARM_UP_TOKENS))
+        ask, scheduler = Ask(prompt, WARM_UP_TOKENS), Scheduler(engine.model)
+        scheduled = scheduler.add(Answer(ask, cache, engine.tokenizer, engine.ends, lambda _: None))
+        while not (engine.waiting or engine.stopping) and not scheduled.give(scheduler.step()[0].logits):
+            pass
+
+    engine.call(answer)
 
 
 def number(name: str, value: Any, least: float, kind: Callable[[str], Any] = float) -> Any:

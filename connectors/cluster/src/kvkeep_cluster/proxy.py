@@ -13,12 +13,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvkeep.serve.http.body import check_headers, limit_body
+from kvkeep.serve.http.body import (
+    MAX_REQUEST_BYTES,
+    Hold,
+    RequestMemory,
+    check_headers,
+    in_worker,
+    limit_body,
+    read_json,
+)
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import bearer
-from kvkeep.serve.http.request_memory import MAX_REQUEST_BYTES, Hold, RequestMemory
-from kvkeep.serve.http.structure import read_json
-from kvkeep.serve.http.workers import in_worker
 
 HEADER = "x-session-id"
 """The header in which Ray Serve's router expects the routing key."""
@@ -42,7 +47,7 @@ class ProxyMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        hold = self._memory.hold()
+        hold = Hold(self._memory)
         try:
             await self._forward(scope, receive, send, hold)
         finally:
