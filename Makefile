@@ -7,15 +7,15 @@ USED := $(VENV)/used
 # What the native library is made of: when it changes, the library is built anew.
 NATIVE := CMakeLists.txt $(wildcard cmake/*.cmake cmake/editable/CMakeLists.txt src/kvkeep/native/*.cpp src/kvkeep/native/*.h)
 
-.PHONY: venv model demo test test-lab test-quick soak lint docs hashes paths bench clean
+.PHONY: venv model demo test test-lab test-quick soak lint docs hashes paths sanitize bench clean
 .DEFAULT_GOAL := test
 
-# What a user needs, and what the tests need besides: the lab, the connector for vLLM, ray and lm-eval.
+# What a user needs, and what the tests need besides: the lab, both connectors, and lm-eval.
 $(USED): pyproject.toml tools/install.py $(NATIVE)
 	$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
-$(STAMP): $(USED) lab/pyproject.toml connectors/vllm/pyproject.toml
+$(STAMP): $(USED) lab/pyproject.toml connectors/cluster/pyproject.toml connectors/vllm/pyproject.toml
 	$(PYTHON) tools/install.py $(VENV) --tests
 	@touch $@
 
@@ -72,6 +72,22 @@ paths: $(STAMP)
 	  KVKEEP_CPU=$$path OMP_NUM_THREADS=1 $(BIN)/pytest --quick tests/native tests/attention tests/test_bits_contract.py \
 	    || exit 1; \
 	done
+
+# The native library under AddressSanitizer and UndefinedBehaviorSanitizer (all kernels, and calls that it has to refuse),
+# and its threads under ThreadSanitizer. With GCC on Linux. These builds end where the compiler warns.
+SANITIZE := PATH="$(abspath $(BIN)):$$PATH" cmake -DKVKEEP_WERROR=ON
+RUNTIMES = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
+sanitize: $(STAMP)
+	$(SANITIZE) -B build/sanitize -DKVKEEP_SANITIZE=address,undefined "-DKVKEEP_ONLY=avx2;neon;plain"
+	$(SANITIZE) -B build/threads -DKVKEEP_SANITIZE=thread "-DKVKEEP_ONLY=avx2;neon"
+	$(BIN)/cmake --build build/sanitize -j2 --target kvkeep kvkeep_hash
+	$(BIN)/cmake --build build/threads -j2 --target kvkeep_team kvkeep_hash
+	build/threads/kvkeep_team
+	for program in build/threads/kvkeep_hash build/sanitize/kvkeep_hash; do \
+	  for path in $$($$program); do $$program $$path | diff - tests/native/hashes.txt || exit 1; done; \
+	done
+	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+	  KVKEEP_TEST_LIBRARY=build/sanitize/libkvkeep.so $(BIN)/pytest tests/native/test_refusals.py tests/native/test_products.py
 
 bench: $(STAMP) model
 	$(BIN)/kvkeep bench

@@ -54,10 +54,10 @@ class Client:
 
 
 def run(engine: Engine, steps: int = 1000) -> None:
-    engine._stopping = True
+    engine.stopping = True
     for _ in range(steps):
         if not engine.step():
-            engine._stopping = False
+            engine.stopping = False
             return
     raise AssertionError("it does not end")
 

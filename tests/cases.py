@@ -258,7 +258,7 @@ LOSSY: dict[str, Case] = {
         name: _lossy(spec, **({"becomes": MERGED} | given))
         for name, spec, given in (
             ("h2o+merge", "h2o+merge", {}),
-            ("snapkv+merge:slot", "snapkv:window=6,kernel=3+merge:slot", {}),
+            ("snapkv+merge", "snapkv:window=6,kernel=3+merge", {}),
             ("tova+merge", "tova+merge", {}),
             ("adakv+merge", "adakv:window=6,kernel=3+merge", {}),
             ("attention-matching", "attention-matching", {"alone": "padded", "families": WITHOUT_LATENTS}),

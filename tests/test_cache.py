@@ -115,7 +115,7 @@ def test_another_text_without_a_reset_is_refused(method: str) -> None:
         generate("llama", cache, other)
     with pytest.raises(UsageError, match="holds a batch of 1, and the input is a batch of 2"):
         generate("llama", cache, torch.cat([wanted, wanted]))
-    assert cache.stream.text == digest_text(wanted[:, :-1])  # token by token as at once
+    assert cache.stream.record.text == digest_text(wanted[:, :-1])  # token by token as at once
     longer = torch.cat([wanted, prompt(1, 5)], 1)
     goes_on = generate("llama", cache, longer).sequences[:, longer.shape[1] :]  # the same text goes on
     new = torch.cat([wanted[:, read:], prompt(1, 30)], 1)  # and so it does where the new tokens come alone
@@ -258,7 +258,7 @@ def test_sliding_layers_are_within_a_budget_in_bytes(family: str, method: str) -
         assert counted(cache) == allocated(cache)
         seen.append(cache.memory().resident_bytes)
 
-    cache.stream.on_progress = check
+    cache.stream.record.tell(check)
     step(family, cache, prompt(1, 150))
     for token in range(3):
         step(family, cache, prompt(1, 3)[:, token : token + 1])

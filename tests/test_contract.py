@@ -149,7 +149,7 @@ def watched(cache: KeepCache, case: Case) -> list[int]:
         assert_sound(cache, case)
         lengths.append(length)
 
-    cache.stream.on_progress = check
+    cache.stream.record.tell(check)
     return lengths
 
 

@@ -16,7 +16,7 @@ from gguf_files import written
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "kvkeep"
-READMES = [ROOT / "lab" / "README.md", ROOT / "connectors" / "vllm" / "README.md"]
+READMES = [ROOT / "lab" / "README.md", *(ROOT / "connectors").glob("*/README.md")]
 PAGES = sorted([*ROOT.glob("*.md"), *READMES, *(ROOT / "docs").rglob("*.md")])
 CHEAP = ("generate", "chat", "methods", "models", "inspect")
 """Commands that run here, on a tiny model; of plans there are tests in tests/cli."""
@@ -92,7 +92,7 @@ def test_the_four_trips_name_files_that_are_there_and_count_them() -> None:
     counts = [int(count) for count in re.findall(r"^### .*: (\d+) files$", trips[1], re.MULTILINE)]
     lists = [re.findall(r"^\d+\. `([\w/]+\.py)`", trip, re.MULTILINE) for trip in trips[1].split("\n### ")[1:]]
     assert counts == [len(set(files)) for files in lists]
-    assert all(count <= limit for count, limit in zip(counts, (15, 10, 15, 20), strict=True))
+    assert all(count <= limit for count, limit in zip(counts, (15, 10, 15, 25), strict=True))
 
 
 def test_command_examples_are_understood() -> None:
@@ -107,7 +107,7 @@ def test_command_examples_are_understood() -> None:
     group: Any = application(COMMANDS)
     for command in lines:
         name, within = "kvkeep", group
-        while hasattr(within, "resolve_command"):  # a group of commands
+        while command and hasattr(within, "resolve_command"):  # a group of commands
             name, within, command = within.resolve_command(Context(within), command)
         within.make_context(name, command)
 
@@ -136,11 +136,6 @@ def test_cheap_commands_run(
     code, out, err = run(*arguments, *own, stdin=words if given else "")
     assert code == 0 and "Traceback" not in err, err
     assert out.strip() or arguments[0] == "chat"
-
-
-def test_a_table_nobody_knows(run: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = run("methods", "--table", "fate")
-    assert code == 2 and not out and "did you mean fates?" in err
 
 
 def test_every_name_has_a_section() -> None:

@@ -16,9 +16,7 @@ from kvkeep import KeepCache, Session
 from kvkeep.blocks import archive
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
-from kvkeep.cli.chat import commands
-from kvkeep.cli.chat.prompt import _history
-from kvkeep.cli.registry_cache import cached
+from kvkeep.cli.chat.screen import _history
 from kvkeep.memory.places import Disk
 from kvkeep.models.checksum import remembered_sha256
 from kvkeep.private_files import check_kind, holds, make_folder, open_file, open_lock, wait_for_lock
@@ -50,22 +48,19 @@ def test_whatever_is_written_is_private(tmp_path: Path, monkeypatch: pytest.Monk
     cache = KeepCache(tiny("llama"), "full")
     step("llama", cache, prompt(1, 300))
     named = Store(root / "a" / "b" / "store")
-    for one in (named, Store(root / "c" / "shared", shared=True)):
+    for one in (named, Store(root / "c" / "other")):
         for name in ("talk", "me/talk"):
             with StoredSession(one, name, writing=True) as stored:
                 stored.save(Session(cache, prompt(1, 300).tolist()))
                 stored.save(Session(cache, prompt(1, 300).tolist()))
-        one.fork("me/talk", "me/twin")
         with one.open("me/open"):
             assert modes(root) == {}
     archive.export(named, "me/talk", root / "talk.tar")
     archive.add(root / "talk.tar", named, "me/again")
     assert kept_key()[0] == kept_key()[0]
-    _history(True)
-    cached("table", lambda: {"one": 1})
+    _history()
     remembered_sha256(root / "talk.tar")
     Disk().allocate((3,), torch.float32)
-    commands._write_new(str(root / "talk.md"), "text")
     assert modes(root) == {} and len([*root.rglob("*")]) > 30
 
 

@@ -134,7 +134,7 @@ def test_the_best_of_every_lane_stay(family: str, least: float, received: list[l
     """Within the budget at every moment, in memory that exists; the checkpoint that the text was read with is gone."""
     cache = KeepCache(tiny(family), f"kvzip:least={least}", 16, chunk=10, where="host")
     room, held = 2 * 16 * cache.geometry.full_bytes_per_token, []
-    cache.stream.on_progress = lambda _: held.append(sum(layer.resident_bytes for layer in bounded(cache)))
+    cache.stream.record.tell(lambda _: held.append(sum(layer.resident_bytes for layer in bounded(cache))))
     step(family, cache, prompt(2, 47))
     assert len(held) == 5 and max(held) <= room and not cache.reading
     assert cache.budgets is not None and (least == 1) == all(len(set(own)) == 1 for own in cache.budgets)

@@ -51,7 +51,7 @@ def keeping(cache: KeepCache) -> dict[int, dict[str, Tensor]]:
     def keep(length: int) -> None:
         kept[length] = {name: tensor.clone() for name, tensor in last_token_state(cache).items()}
 
-    cache.stream.on_block = keep
+    cache.stream.record.tell(on_block=keep)
     return kept
 
 
@@ -131,7 +131,7 @@ def test_a_text_goes_back_to_no_block_end_of_other_rows_or_with_discarded_entrie
         cache = KeepCache(tiny(family), "kv-direct", 64, chunk=32, checkpoint="kv", where="host", capacity=capacity)
         beginnings.watch(cache, 0, BLOCK)
         step(family, cache, ids[:, :LENGTH])
-        assert [*cache.stream.block_ends] == [BLOCK]
+        assert [*cache.stream.record.block_ends] == [BLOCK]
         step(family, cache, ids[:, LENGTH:])
         if change == "rows":
             cache.reorder_cache(torch.tensor([1, 0]))
@@ -159,7 +159,7 @@ def test_lossy_methods_are_not_cut() -> None:
     cache = KeepCache(tiny("lfm2"), "snapkv", 100, chunk=90)
     keeping(cache)
     lengths: list[int] = []
-    cache.stream.on_progress = lengths.append
+    cache.stream.record.tell(lengths.append)
     step("lfm2", cache, prompt(1, LENGTH))
     assert lengths == [30, 120, 210, 300]
 

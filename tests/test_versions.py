@@ -18,11 +18,13 @@ from versions import lowest  # noqa: E402
 
 
 def test_all_distributions_and_the_citation_have_one_version() -> None:
-    own, lab, connector = (
+    own, lab, cluster, connector = (
         tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
-        for name in ("", "lab", "connectors/vllm")
+        for name in ("", "lab", "connectors/cluster", "connectors/vllm")
     )
-    assert own["version"] == lab["version"] == connector["version"] == kvkeep.__version__
+    assert own["version"] == lab["version"] == cluster["version"] == connector["version"] == kvkeep.__version__
+    assert f"kvkeep[serve]=={kvkeep.__version__}" in cluster["dependencies"]
+    assert lab["optional-dependencies"]["ray"] == [f"kvkeep-cluster=={kvkeep.__version__}"]
     assert f"kvkeep-lab=={kvkeep.__version__}" in own["optional-dependencies"]["lab"]
     assert f"kvkeep[cli,gguf]=={kvkeep.__version__}" in lab["dependencies"]
     assert connector["dependencies"] == [f"kvkeep=={kvkeep.__version__}"]

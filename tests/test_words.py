@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("src/kvkeep", "lab/src/kvkeep_lab", "connectors/vllm/src/kvkeep_vllm")
+CONNECTORS = ("connectors/cluster/src/kvkeep_cluster", "connectors/vllm/src/kvkeep_vllm")
+SOURCES = ("src/kvkeep", "lab/src/kvkeep_lab", *CONNECTORS)
 BANNED = frozenset(
     [
         "alike",

@@ -2,7 +2,7 @@
 
 python tools/install.py FOLDER [--tests]
 
-With --tests it also has the lab, the connector for vLLM, and what the tests, ruff and mypy need. Without a GPU it takes
+With --tests it also has the lab, both connectors, and what the tests, ruff and mypy need. Without a GPU it takes
 a CPU build of torch: the default one from PyPI brings gigabytes of CUDA. Standard library only.
 """
 
@@ -17,7 +17,8 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 USED = ("--editable", ".[cli,gguf]")
-TESTED = ("--editable", ".[dev]", "--editable", "lab[harness,ray]", "--editable", "connectors/vllm")
+CONNECTORS = ("--editable", "connectors/cluster", "--editable", "connectors/vllm")
+TESTED = ("--editable", ".[dev]", "--editable", "lab[harness]", *CONNECTORS)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LIBRARY = Path(__file__).parents[1] / "src" / "kvkeep" / "native" / "libkvkeep.so"
 WITHOUT = (

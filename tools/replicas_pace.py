@@ -157,8 +157,8 @@ class Counts:
 
 def update() -> None:
     """Have two replicas replaced while four clients talk, and print counts."""
-    from kvkeep import ray_cluster
-    from kvkeep.serve.replicas import ENVIRONMENT
+    from kvkeep_cluster import ray_cluster
+    from kvkeep_cluster.replicas import ENVIRONMENT
 
     with tempfile.TemporaryDirectory() as folder, ray_cluster.connected(None, 2, environment=ENVIRONMENT):
         import ray

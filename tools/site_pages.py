@@ -1,17 +1,15 @@
 """What the site of the documentation has beside docs/: a hook of mkdocs, and an extension of griffe (mkdocs.yml).
 
-Pages and files of the repository's root; the options of all commands, as the program declares them; tables, where a
-page names the command that prints them (``<!-- kvkeep ... -->``); the names that kvkeep exports, with their docstrings.
+Pages and files of the repository's root; the options of all commands, as the program declares them; tables of methods,
+where a page names them (``<!-- methods: fates -->``); the names that kvkeep exports, with their docstrings.
 Nothing of it is kept in a file.
 """
 
 from __future__ import annotations
 
-import io
 import posixpath
 import re
-import shlex
-from contextlib import redirect_stdout
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -25,6 +23,9 @@ from typer.cli import get_docs_for_click
 import kvkeep
 from kvkeep.cli import COMMANDS
 from kvkeep.cli.lazy import application, loaded
+
+sys.path.insert(0, str(Path(__file__).parent))
+from method_tables import printed
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -42,7 +43,7 @@ EXPORTED = {
 }  # fmt: skip
 """The sections of the page of the Python interface, in the order in which one needs them."""
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
-TABLE = re.compile(r"^<!-- kvkeep (.*) -->$", re.MULTILINE)
+TABLE = re.compile(r"^<!-- methods: (.*) -->$", re.MULTILINE)
 HELP = re.compile(r"^(\* `[^`\n]*`: )(.*)$", re.MULTILINE)
 """A line of Typer's Markdown: the option, and its help, which is plain text."""
 NAMED = re.compile(r"(?:^|(?<=[.;]\s))\s*`{0,2}([a-z]\w*(?:, [a-z]\w*)*)`{0,2}:\s")
@@ -76,13 +77,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"]({posixpath.relpath(moved, posixpath.dirname(place) or '.')}{found[2] or ''})"
 
     return LINK.sub(link, text)
-
-
-def printed(command: str) -> str:
-    """Return what a command prints."""
-    with redirect_stdout(io.StringIO()) as found:
-        application(COMMANDS)(shlex.split(command), standalone_mode=False)
-    return found.getvalue()
 
 
 def options() -> str:

@@ -20,15 +20,16 @@ from pathlib import Path
 from install import pip, torch_arguments
 
 ROOT = Path(__file__).parents[1]
-PROJECTS = ("lab", "connectors/vllm", "")
+PROJECTS = ("lab", "connectors/cluster", "connectors/vllm", "")
 TRIES = {
     "kvkeep[cli,gguf]": (["--version"], ["methods"], ["models"], ["demo"]),
+    "kvkeep-cluster": (["serve", "--help"],),
     "kvkeep-lab": (["lab", "list"], ["bench", "--contexts", "256", "--rounds", "1", "--only", "full", "--no-slow"]),
 }
 """Commands of each package that are run; all of its commands are asked for their help before."""
-MODULES = {"kvkeep[cli,gguf]": "kvkeep.cli", "kvkeep-lab": "kvkeep_lab.cli"}
-CONNECTOR = "import kvkeep_vllm, kvkeep_vllm.codec, kvkeep_vllm.identity, kvkeep_vllm.loader, kvkeep_vllm.options"
-"""What is imported of the connector; the rest of it needs vLLM."""
+MODULES = {"kvkeep[cli,gguf]": "kvkeep.cli", "kvkeep-cluster": "kvkeep.cli", "kvkeep-lab": "kvkeep_lab.cli"}
+VLLM = "import kvkeep_vllm, kvkeep_vllm.codec, kvkeep_vllm.identity, kvkeep_vllm.loader, kvkeep_vllm.options"
+"""What is imported of the connector for vLLM; the rest of it needs vLLM."""
 HELP = """
 import sys
 from importlib import import_module
@@ -70,7 +71,7 @@ def main() -> None:
             for command in (["--help"], *commands):
                 run(home, str(python.with_name("kvkeep")), *command, path=path)
         pip(python, "install", "--no-compile", "--no-index", "--find-links", str(built), "kvkeep-vllm")
-        run(home, str(python), "-c", CONNECTOR, path=path)
+        run(home, str(python), "-c", VLLM, path=path)
         if sys.argv[1:]:
             shutil.copytree(built, sys.argv[1], dirs_exist_ok=True)
 

@@ -27,7 +27,6 @@ from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import holding_of
-from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
@@ -36,20 +35,30 @@ from kvkeep.transfer import fork
 class KeepCache(Cache):
     """A cache for ``model`` by a named method, within a budget.
 
-    model: a transformers decoder. method: a name of ``kvkeep methods``; by default "full" without a budget and
-    "kv-direct" with one. budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share
-    (``"25%"``) of ``context`` tokens (by default all the model's positions). checkpoint: "kv", "tokens",
-    "residual" or "residual:STRIDE"; by default the smaller of kv and residual. where: "device", "host" or "disk"; by
-    default disk for a model on the CPU, and host for a model on an accelerator. capacity: maximum number of entries in
-    the checkpoint. folder: folder of a checkpoint on disk. chunk: prompt tokens processed in one pass. page: rows
-    rebuilt at a time. batch: rows of the batch that share a budget in bytes. recall: how evicted entries are read
-    ("verified"), as if the method's name ended with it; without a method it is added to "snapkv". request: a
-    :class:`~kvkeep.policies.request.Request`, which replaces all other options.
+    A cache always continues the text that it has read. :meth:`reset` empties it for another text. :meth:`close`, or the
+    end of a ``with`` block, frees the memory and the files.
 
-    A cache always continues the text that it has read. :meth:`reset` empties it for another text. The end of a ``with``
-    block does the same, and so frees the memory and the files.
+    Args:
+        model: a transformers decoder.
+        method: a name of ``kvkeep methods``; by default "full" without a budget and "kv-direct" with one.
+        budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share (``"25%"``) of
+            ``context`` tokens.
+        checkpoint: what is stored of evicted entries: "kv", "tokens", "residual" or "residual:STRIDE"; by default the
+            smaller of kv and residual.
+        where: "device", "host" or "disk"; by default disk for a model on the CPU, and host for a model on an
+            accelerator.
+        capacity: maximum number of entries in the checkpoint.
+        folder: folder of a checkpoint on disk.
+        chunk: prompt tokens processed in one pass.
+        page: rows rebuilt at a time.
+        context: tokens of the whole text; by default all the model's positions.
+        batch: rows of the batch that share a budget in bytes.
+        recall: how evicted entries are read ("verified", "pages:8"), as if the method's name ended with it; without a
+            method it is added to "snapkv".
+        request: a :class:`~kvkeep.policies.request.Request`, which replaces all other options.
 
-    Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
+    Raises:
+        UsageError, BudgetError, UnsupportedModelError, StoreError: each with one sentence.
     """
 
     def __init__(
@@ -124,7 +133,7 @@ class KeepCache(Cache):
         made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
         before, self.reading = self.stream, False
         self._use(made, self.request)
-        self.stream.on_progress, self.stream.on_block = before.on_progress, before.on_block
+        self.stream.record.tell(before.record.on_progress, before.record.on_block)
 
     @property
     def shares(self) -> list[list[int]] | None:
@@ -235,7 +244,6 @@ class KeepCache(Cache):
         for part in (*self.layers, *self.made.beside.values()):
             part.crop(tokens_to_remove)
         self.stream.forget_from(length)
-        self.stream.text = None
 
     def lacks(self, length: int) -> bool:
         """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without
@@ -277,12 +285,7 @@ class KeepCache(Cache):
     @outside_inference_mode
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
-        self.stream.roll_back()
-        self.stream.disk.check(compare=True)  # digests are made anew of what is copied
-        if self.stream.text is not None:
-            length, digests = self.stream.text
-            self.stream.text = length, [digests[row] for row in index.tolist()]
-        self.stream.blocks, self.stream.block_ends = [], {}
+        self.stream.select(index)
         for holding in self.made.holdings:
             holding.select(index)
         self.ledger.select(index.to(self.made.device))
@@ -315,6 +318,10 @@ class KeepCache(Cache):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory and the files. The cache is empty then, and may read another text."""
         self.reset()
 
     def __repr__(self) -> str:
@@ -333,9 +340,6 @@ class KeepCache(Cache):
             "A KeepCache cannot be pickled: it belongs to a model in memory. Save the conversation with "
             "kvkeep.Conversation.save(), or the cache with kvkeep.save_session()."
         )
-
-    def _bounded(self) -> list[Layer]:
-        return self.stream.bounded if self.stream.streams else []
 
     # -- what it holds ------------------------------------------------------------------------------
 
@@ -397,7 +401,7 @@ class KeepCache(Cache):
     def memory(self) -> Memory:
         """Return the measured bytes of the cache by purpose, and those of the whole process."""
         found = report.memory(self.made)
-        bookkeeping = found.bookkeeping_bytes + self.stream.block_end_bytes
+        bookkeeping = found.bookkeeping_bytes + self.stream.record.block_end_bytes
         return replace(found, bookkeeping_bytes=bookkeeping, process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
@@ -409,9 +413,3 @@ class KeepCache(Cache):
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
         return report.describe(self.request, self.geometry, self.made, self.budgets, self.exactness, self.model)
-
-    def merges(self) -> tuple[int, int]:
-        """Return the number of merged pairs over all layers and heads, and the number of those with a clamped key
-        weight, because its formula had no value or one outside [0, 1]. Both are 0 for other methods."""
-        merged = [layer.evicted.merged() for layer in self._bounded()]
-        return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)

@@ -42,6 +42,17 @@ class OutOfMemory(KvkeepError, MemoryError):
     where its method allows that (:meth:`~kvkeep.stream.CacheStream.roll_back`)."""
 
 
+class BadCall(KvkeepError, ValueError):
+    """The native library refuses a call, and has written nothing: a plan, or a tensor, breaks ``rule``."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(
+            f"The native library refuses a call, and has written nothing: {rule}. This is an error of kvkeep or of an "
+            "installed part; use another method, and report it."
+        )
+        self.rule = rule
+
+
 class EmptyText(UsageError):
     """A file has no text."""
 
@@ -103,6 +114,31 @@ class SessionUnwritable(SessionError):
 
 class SessionVersion(SessionUnwritable):
     """Another version of kvkeep has saved the session; it is neither read nor changed."""
+
+
+class QueueFull(KvkeepError):
+    """The server's queue is full; retry later."""
+
+
+class EngineStopping(KvkeepError):
+    """The server's engine is shutting down and accepts no requests."""
+
+
+class SessionMismatch(UsageError):
+    """A request names another method or budget than its session has."""
+
+
+class PromptTooLong(UsageError):
+    """A prompt leaves no position for an answer."""
+
+    @classmethod
+    def of(cls, tokens: int | str, positions: int) -> PromptTooLong:
+        """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
+        return cls(
+            f"The prompt has {tokens} tokens, but the model's context has {positions}; shorten the prompt to at most "
+            f"{positions - 1} tokens, or, with an exact method, send kvkeep.at_end 'endless' with every request of its "
+            "session."
+        )
 
 
 def unknown(kind: str, name: str, known: Iterable[str], lists: str = "") -> UsageError:

@@ -9,7 +9,7 @@ from kvkeep.errors import UsageError
 
 
 def optional(module: str, extra: str) -> Any:
-    """Return the module called ``module``, which the extra ``extra`` installs (``pip install 'kvkeep[extra]'``).
+    """Return the module called ``module``, which the extra ``extra`` installs (``pip install '.[extra]'``).
 
     Raises UsageError, with package and extra, if it is not installed.
     """
@@ -20,15 +20,18 @@ def optional(module: str, extra: str) -> Any:
         if error.name is None or error.name.partition(".")[0] not in (package, *_OF.get(extra, ())):
             raise
         raise UsageError(
-            f"This needs the package '{error.name.partition('.')[0]}', which is not installed: "
-            f"pip install 'kvkeep[{extra}]'."
+            f"This needs the package '{error.name.partition('.')[0]}', which is not installed: {how(extra)}."
         ) from None
 
 
+def how(extra: str) -> str:
+    """Return how to install an extra. kvkeep is on no package index, so a name alone finds nothing."""
+    what = "./lab" if extra == "lab" else f"'.[{extra}]'"
+    return f"pip install {what} in a clone of kvkeep"
+
+
 _OF = {
-    "s3": ("fsspec", "s3fs"),
     "cli": ("typer", "rich"),
-    "ray": ("ray", "mmh3", "starlette", "uvicorn", "fastapi", "aiohttp", "grpc", "opencensus"),
     "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client"),
     "lab": ("kvkeep_lab", "matplotlib", "pydantic", "filelock", "rouge_score", "markdown_it"),
 }

@@ -111,7 +111,7 @@ class ForwardHooks:
         return torch.cat(found, 1)
 
     def _begin(self, session: SessionPass, ids: Tensor, positions: Tensor) -> Tensor | None:
-        session.stream.cut = session.cut
+        session.stream.record.expect_more(session.cut)
         session.stream.admit(ids.shape[1])
         return session.stream.begin_forward(ids, None, positions, None)
 
@@ -255,13 +255,14 @@ class ForwardHooks:
     def end_forward(self, completed: bool) -> None:
         """End the pass of each session, and undo that of one that failed."""
         run = [*self._planned] if self.ran_all else self._run
-        for session in self.sessions:
-            layers_run = [index for index in run if index in session.steps]
+        ended = [(session, [index for index in run if index in session.steps]) for session in self.sessions]
+        self._forget_steps()  # they hold ranks, and memory is counted below
+        for session, layers_run in ended:
             try:
                 self._attempt(session, self._end, session, layers_run, completed and session.error is None)
             finally:
                 if self.packed:
-                    session.stream.cut = False
+                    session.stream.record.expect_more(False)
         self._close()
 
     def _end(self, session: SessionPass, run: list[int], completed: bool) -> None:
@@ -272,7 +273,11 @@ class ForwardHooks:
 
     def _close(self) -> None:
         self._open = self.ran_all = False
-        self._planned, self._run, self._masks = {}, [], {}
+        self._masks = {}
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self._planned, self._run = {}, []
         for session in self.sessions:
             session.steps = {}
 

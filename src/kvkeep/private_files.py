@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -160,12 +162,17 @@ def keep_lock(handle: int, path: Path) -> bool:
     return True
 
 
-def wait_for_lock(path: Path) -> int:
-    """Open and lock a file, waiting for others; return its descriptor. Raises OSError."""
+def wait_for_lock(path: Path, patience_s: float = math.inf) -> int:
+    """Open and lock a file, waiting for others at most ``patience_s`` seconds; return its descriptor. On a file system
+    without locks every program gets it. Raises BlockingIOError if another program holds the lock, and OSError."""
+    until = time.monotonic() + patience_s
     for _ in range(_ATTEMPTS):
         handle = open_lock(path)
         try:
-            lock(handle, wait=True)  # on a file system without locks each program keeps the quota for itself
+            while not lock(handle, wait=patience_s == math.inf):
+                if time.monotonic() > until:
+                    raise BlockingIOError(errno.EAGAIN, "it is locked", os.fspath(path))
+                time.sleep(0.02)
             if keep_lock(handle, path):
                 return handle
         except BaseException:

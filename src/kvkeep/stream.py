@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvkeep.policies.methods import Method
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
 from kvkeep.stores.layer_group import LayerGroup
+from kvkeep.text_record import TextRecord
 
 REREAD_POSITIONS = 64
 """The minimum number of positions for reading a text again: for a piece of the text and its introduction."""
@@ -36,37 +38,21 @@ TRIM_TOKENS = 2048
 grow with the text."""
 
 
+_REHEARSED = ("rehearsing", "chunk", "pass_hooks", "earlier_outputs", "last_outputs")
+
+
 class CacheStream:
     """The forward passes of one cache. limit: a longer text is read a second time (``kvzip``); None: all texts are read
     once."""
 
     pass_hooks: Sequence[PassHook]
     """Hooks of the method's parts, called before and after each pass."""
-    on_progress: Callable[[int], None] | None = None
-    """Called after every pass with the number of tokens so far."""
-    on_block: Callable[[int], None] | None = None
-    """Called after a pass with the number of tokens so far, when that is a whole number of blocks
-    (:data:`~kvkeep.memory.rows.BLOCK`). With it, chunks of an exact cache also end at the last block end before a
-    prompt's last token. There
-    :func:`kvkeep.transfer.last_token_state` returns what windows and recurrent states need to begin again."""
     last_outputs = 0
     """The number of last positions whose outputs the caller uses; 0: all."""
-    text: tuple[int, list[int]] | None = None
-    """The length of the text that was read, and a digest of each row; None if not known."""
-    cut = False
-    """The present pass reads a part of a text that is not its last."""
     rehearsing = False
     """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
     """A pass is in progress or unfinished."""
-    plain = True
-    """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
-    undone = False
-    """Whether a pass was undone. Entries that it had evicted for good are then missing."""
-    block_ends: dict[int, dict[str, Tensor]]
-    """What windows and recurrent states held at the ends of blocks (:mod:`kvkeep.blocks`), by the number of tokens."""
-    blocks: list[str]
-    """Names of the blocks that have been stored (:mod:`kvkeep.blocks`)."""
     first: Tensor | None = None
     """The first slot of each row that is not padding, (rows,); None without padding."""
 
@@ -84,7 +70,7 @@ class CacheStream:
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.ends_at_blocks = method.exactness == "exact" and not method.oneshot  # no chunk changes its answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
-        self.blocks, self.block_ends = [], {}
+        self.record = TextRecord()
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
@@ -94,13 +80,32 @@ class CacheStream:
         self.disk = DiskChecks(partial(_rows_on_disk, made))
         self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = self._read = 0
+        self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._masked = False  # whether the caller's mask masks more than padding
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within the block a text is read in one chunk, hooks and listeners are not called, and the caller discards the
+        entries (:mod:`kvkeep.stores.readers.rehearsal`)."""
+        before = {name: getattr(self, name) for name in _REHEARSED}
+        self.rehearsing, self.chunk, self.pass_hooks = True, sys.maxsize, ()
+        listeners = self.record.on_progress, self.record.on_block
+        self.record.tell_nobody()
+        try:
+            yield
+        finally:
+            self.open = False
+            self.record.tell(*listeners)
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    # -- a forward pass -----------------------------------------------------------------------------
 
     def chunks(self, count: int, chunk: int | None = None) -> list[int]:
         """Return the sizes of the chunks in which ``count`` new tokens are read, at most ``chunk`` each (None: the
         cache's own number). The first takes the remainder, so that the last queries of a prompt share a chunk."""
         end = (self.length + count - 1) // BLOCK * BLOCK - self.length
-        ends = self.on_block is not None and self.ends_at_blocks and not self.cut
+        ends = self.record.on_block is not None and self.ends_at_blocks and not self.record.continues
         ends = ends and (self.round is None or not self.round.open)
         if self.exact_tokens is not None:  # a chunk is exact as a whole or not at all
             end, ends = self.exact_tokens - self.length, True
@@ -118,11 +123,6 @@ class CacheStream:
             return self.ledger.length
         length: int = next(iter(self.bounded), self.layers[0]).get_seq_length()
         return length
-
-    @property
-    def block_end_bytes(self) -> int:
-        """Bytes of :attr:`block_ends`."""
-        return sum(tensor.nbytes for end in self.block_ends.values() for tensor in end.values())
 
     @property
     def rows(self) -> int:
@@ -162,7 +162,7 @@ class CacheStream:
     ) -> Tensor | None:
         """Record the tokens of a pass. Return the positions for the model; None: the model computes them."""
         self.roll_back()
-        self.plain = self.plain and self._given_by_ids(ids, positions, mask)
+        self.record.note_pass(self._given_by_ids(ids, positions, mask))
         if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
             new = embeddings if ids is None else ids
             assert new is not None
@@ -240,7 +240,7 @@ class CacheStream:
         for members in groups.values():
             residents = [self.layers[index].resident for index in members]
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
-            group.plan([steps[index] for index in members])
+            steps |= zip(members, group.plan([steps[index] for index in members]), strict=True)
             self._groups.append(group)
         return steps
 
@@ -257,8 +257,7 @@ class CacheStream:
         """Record that the steps of :meth:`plan` have run in ``layers``, and let selectors score by their attention.
         completed: the whole pass has run."""
         for index in layers:
-            size = self.geometry.layers[index].entry_elements * self.geometry.dtype_bytes
-            self._pending_bytes = max(self._pending_bytes, size)
+            self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
             self.layers[index].commit()
         for group in self._groups:
             group.finish(completed)
@@ -383,10 +382,10 @@ class CacheStream:
         if self._read >= TRIM_TOKENS:
             trim_memory()
             self._read = 0
-        if self.on_progress is not None:
-            self.on_progress(length)
-        if self.on_block is not None and not length % BLOCK and not (self.round is not None and self.round.open):
-            self.on_block(length)
+        if self.record.on_progress is not None:
+            self.record.on_progress(length)
+        if not length % BLOCK and self.record.on_block is not None and not (self.round is not None and self.round.open):
+            self.record.on_block(length)
 
     @outside_inference_mode
     def roll_back(self, restoring: bool = False) -> None:
@@ -408,7 +407,8 @@ class CacheStream:
             self.open = False
             self.round.retract()
             return
-        self.open, self.undone = False, True
+        self.open = False
+        self.record.note_undone()
         for layer in self.bounded:
             layer.truncate(self._known)
         self.forget_from(self._known)
@@ -416,12 +416,12 @@ class CacheStream:
     @property
     def must_reread(self) -> bool:
         """Whether a complete text exceeds :attr:`limit`, so that ``compress()`` has to read it again."""
-        return self.limit is not None and self.ledger.length > self.limit and not (self.cut or self.rehearsing)
+        reads_on = self.record.continues or self.rehearsing
+        return self.limit is not None and self.ledger.length > self.limit and not reads_on
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
-        self.block_ends = {count: state for count, state in self.block_ends.items() if count <= length}
-        del self.blocks[length // BLOCK :]
+        self.record.forget_from(length)
         if not self.streams:
             return
         self.ledger.truncate(length)
@@ -429,6 +429,13 @@ class CacheStream:
             self.positions.truncate(length)
         if self.checkpoint is not None:
             self.checkpoint.truncate_residuals(length)
+
+    def select(self, index: Tensor) -> None:
+        """Make the rows of the batch those of ``index``, before the layers do. Raises KvkeepError as
+        :meth:`roll_back`."""
+        self.roll_back()
+        self.disk.check(compare=True)  # digests are made anew of what is copied
+        self.record.select(index.tolist())
 
     @outside_inference_mode
     def abandon(self) -> None:

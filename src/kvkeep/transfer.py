@@ -66,7 +66,7 @@ def header(cache: Any) -> dict[str, Any]:
         "first": {name: rows.first for name, rows in cache.checkpoint_rows()},
         "uneven": cache.round is not None and cache.round.uneven,
         "shares": cache.shares,
-        "plain": cache.stream.plain,
+        "plain": cache.stream.record.plain,
     }
 
 
@@ -81,7 +81,7 @@ def restore(
     function that returns one of them, so that only one is in memory at a time. pieces: tensors in several pieces, in
     the order of their rows; stores of rows hold them without a copy where they can."""
     length, device = about["length"], cache.made.device
-    cache.stream.plain = about["plain"]
+    cache.stream.record.begin_with(about["plain"])
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
     cache.ledger.restore(length, about["rows"], ids, positions, visible)
@@ -135,7 +135,7 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
     else:
         twin = copied(cache)
     if twin.exactness is Exactness.EXACT:
-        twin.stream.block_ends = dict(cache.stream.block_ends)
+        twin.stream.record.keep_block_ends(cache.stream.record.block_ends)
     return twin
 
 
@@ -178,7 +178,7 @@ def begun(cache: Any, length: int) -> Any:
     cache.stream.disk.check(compare=True)
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
-    twin.stream.plain = cache.stream.plain
+    twin.stream.record.begin_with(cache.stream.record.plain)
     for layer in cache.geometry.full_layers:
         source, target = cache.layers[layer.index], twin.layers[layer.index]
         blocks, rest = source.beginning(length)
@@ -259,7 +259,6 @@ def rewind(cache: Any, length: int, state: dict[str, Tensor]) -> None:
         layer.truncate(length)
     restore_last(cache, {name: tensor.to(cache.made.device) for name, tensor in state.items()}, length)
     cache.stream.forget_from(length)
-    cache.stream.text = None
 
 
 def _moving(cache: Any) -> Iterator[tuple[int, Any]]:
@@ -277,7 +276,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     reason = None if cache.reading else _falls_short(cache, twin)
     if reason is None and not twin.reading:
         reason = _reads_itself(twin)
-    if ids is not None and not (cache.stream.plain and len(ids) == length and cache.rows <= 1):
+    if ids is not None and not (cache.stream.record.plain and len(ids) == length and cache.rows <= 1):
         raise UsageError(f"These ids are not those of the {length} tokens that the cache has read.")
     if reason is None and twin.ledger.records and not cache.ledger.records and ids is None:
         reason = f"'{method.name}' needs the ids of the text, which '{cache.method.name}' does not keep"
@@ -292,7 +291,7 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     else:
         given = torch.tensor([*ids], dtype=torch.int32, device=twin.made.device)[None, :, None]
         twin.ledger.restore(length, 1, given, torch.arange(length, dtype=torch.int32)[None, :, None].to(given), None)
-    twin.stream.plain = cache.stream.plain
+    twin.stream.record.begin_with(cache.stream.record.plain)
     chunk = min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:
         for keys, values in _chunks(cache, layer.index, chunk):

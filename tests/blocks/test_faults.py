@@ -56,11 +56,11 @@ def begun(when: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def faults(
-    tmp_path: Path, turn: int, name: str, fault: Callable[[], None], every: int, shared: bool = False
+    tmp_path: Path, turn: int, name: str, fault: Callable[[], None], every: int
 ) -> Iterator[tuple[Store, int | None]]:
     """Save a turn in processes of which each has the fault at another operation, in a store of its own; yield the
     stores, and how the processes ended. every: every which operation."""
-    base = Store(tmp_path / "base", shared=shared)
+    base = Store(tmp_path / "base")
     if turn:
         store_text(base, "me/talk", name, TURNS[0])
     else:
@@ -68,7 +68,7 @@ def faults(
     cache, at = kept(name, TURNS[turn]), 1
 
     def save(folder: Path) -> None:
-        with StoredSession(Store(folder, shared=shared), "me/talk", writing=True) as stored:
+        with StoredSession(Store(folder), "me/talk", writing=True) as stored:
             stored.save(session(cache, length=TURNS[turn]))
 
     while True:
@@ -81,7 +81,7 @@ def faults(
             if code == UNREACHED:
                 assert at > 20  # there were operations
                 return
-            yield Store(folder, shared=shared), code
+            yield Store(folder), code
         for folder in folders:
             shutil.rmtree(folder)
         at += AT_ONCE * every
@@ -103,26 +103,23 @@ def check_recovered(store: Store, name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not {path.name for path in rest if path.name.startswith("x")}
     assert not [path for path in files(store.folder) if "saving" in path.name]
     folder = store.path("me/talk")
-    assert len(files(folder)) == 2 - store.shared, files(folder)
+    assert len(files(folder)) == 2, files(folder)
 
 
 @pytest.mark.parametrize(
-    ("when", "name", "shared", "every"),
+    ("when", "name", "every"),
     [
-        ("next, named", "kv-direct", False, 5),
-        *(
-            pytest.param(*given, marks=pytest.mark.slow)
-            for given in (("next", "h2o", True, 1), ("first", "full", False, 1))
-        ),
+        ("next, named", "kv-direct", 5),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in (("next", "h2o", 1), ("first", "full", 1))),
     ],
 )
 def test_killed_at_any_operation_of_a_save(
-    when: str, name: str, shared: bool, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, name: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = begun(when, monkeypatch)
     before, after = (0, *TURNS)[turn], TURNS[turn]
     saves = set()
-    for store, code in faults(tmp_path, turn, name, kill, every, shared):
+    for store, code in faults(tmp_path, turn, name, kill, every):
         assert code == -signal.SIGKILL
         if before or any(path.suffix == ".json" for path in files(store.folder)):
             saves.add(check_whole(store, "me/talk", name))
@@ -222,16 +219,15 @@ def test_an_error_at_any_operation_of_a_load(name: str, fault: Callable[[], None
     assert check_whole(Store(tmp_path), "me/talk", name) == TURNS[1]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_two_writers_of_one_session_lose_no_turn(shared: bool, tmp_path: Path) -> None:
-    """Each program goes on with what it finds, until its turn is saved. Shared, there are no locks."""
+def test_two_writers_of_one_session_lose_no_turn(tmp_path: Path) -> None:
+    """Each program goes on with what it finds, until its turn is saved."""
     cache = kept("full", 3)
 
     def talk(who: str) -> None:
         for number in range(12):
             while True:
                 try:
-                    with StoredSession(Store(tmp_path, shared=shared), "talk", writing=True) as stored:
+                    with StoredSession(Store(tmp_path), "talk", writing=True) as stored:
                         said = stored.about["notes"]["said"] if stored.about else []
                         stored.save(session(cache, said=[*said, f"{who}{number}"]))
                 except SessionError as error:

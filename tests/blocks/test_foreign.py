@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from kvkeep import SessionError, UsageError
 from kvkeep.blocks import archive
 from kvkeep.blocks.marked_folder import MARKER
-from kvkeep.blocks.references import Reference, generations
+from kvkeep.blocks.references import Reference, SessionFiles
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.blocks.verify import verify
 from kvkeep.cli.cache import app
-from kvkeep.errors import KvkeepError, SessionDamaged
+from kvkeep.errors import KvkeepError, SessionDamaged, SessionUnwritable
 
 pytestmark = pytest.mark.usefixtures("kernels")
 NAME = "me/talk"
@@ -91,16 +91,14 @@ def use(store: Store, folder: Path) -> None:
     """Do with a store whatever is done with one."""
     assert check_whole(store, NAME, "h2o") in TURNS
     store_text(store, NAME, "h2o")
-    store.fork(NAME, "me/twin")
     archive.export(store, NAME, folder / "talk.tar")
     archive.add(folder / "talk.tar", store, "me/imported")
     store.age = 10.0**6
     store.evict()
     store.remove_unused()
     assert verify(store).sound
-    assert {info.name for info in store.sessions() if info.problem is None} == {NAME, "me/twin", "me/imported"}
-    for one in ("me/twin", "me/imported"):
-        store.remove(one)
+    assert {info.name for info in store.sessions() if info.problem is None} == {NAME, "me/imported"}
+    store.remove("me/imported")
     assert check_whole(Store(store.folder, quota=None), NAME, "h2o") == TURNS[1]
 
 
@@ -122,15 +120,12 @@ def test_what_others_have_put_into_a_store_stays_as_it_is(kind: str, tmp_path: P
     with at_once():
         use(Store(store.folder), tmp_path)
         assert [facts(path) for path in (target, *laid)] == before
-        said = " ".join(store.foreign())
-        for path in laid:
-            assert ascii(str(path.relative_to(store.folder))) in said or kind == "folder", path
         listed = CliRunner().invoke(app, ["list", "--sessions", str(store.folder)])
-        assert listed.exit_code == 0 and "leaves alone: '" in listed.output.replace("\n", " ")
+        assert listed.exit_code == 0, listed.output
         with pytest.raises(SessionError, match="files of others"):
             store.remove(NAME)
     assert [facts(path) for path in (target, *laid)] == before
-    assert not generations(store.path(NAME))
+    assert not store.files(NAME).generations()
 
 
 OURS = (
@@ -208,23 +203,24 @@ def test_a_huge_generation_is_damage_and_is_not_read(tmp_path: Path) -> None:
 
 
 def test_numbers_end(tmp_path: Path) -> None:
-    with Reference(tmp_path / "s", writing=True) as reference:
+    with Reference(SessionFiles(tmp_path / "s"), writing=True) as reference:
         reference.saves = 2**31 - 2
         reference.commit({"turn": 1})
         with pytest.raises(SessionError, match="too many saves"):
             reference.commit({"turn": 2})
-    with Reference(tmp_path / "s") as reference:
+    with Reference(SessionFiles(tmp_path / "s")) as reference:
         assert reference.about == {"turn": 1} and reference.saves == 2**31 - 1
 
 
-def test_a_number_that_something_else_has_is_left_out(tmp_path: Path) -> None:
+def test_something_else_in_the_place_of_the_next_save_is_a_sentence(tmp_path: Path) -> None:
     with StoredSession(Store(tmp_path), NAME, writing=True) as stored:
         stored.save(session(kept("full", TURNS[0]), length=TURNS[0]))
-        for number in (2, 3):
-            (stored.folder / f"{number}.json").mkdir()
-        for _ in range(2):
+        (other := stored.files.path / "2.json").mkdir()
+        with pytest.raises(SessionUnwritable, match="not a regular file"):
             stored.save(session(kept("full"), length=TURNS[1]))
-    assert check_whole(Store(tmp_path), NAME, "full") == TURNS[1] and generations(stored.folder) == [5]
+        other.rmdir()
+        stored.save(session(kept("full"), length=TURNS[1]))
+    assert check_whole(Store(tmp_path), NAME, "full") == TURNS[1] and stored.files.generations() == [2]
 
 
 def test_a_marker_of_any_kind_is_a_sentence(tmp_path: Path) -> None:

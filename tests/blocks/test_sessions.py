@@ -45,7 +45,6 @@ from kvkeep import (
 )
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.references import Reference
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.errors import SessionDamaged
@@ -427,91 +426,6 @@ def test_a_session_of_a_part_of_the_text_that_exceeds_the_quota_writes_no_blocks
     assert len([path for path in files(tmp_path) if path.suffix == ".block"]) == 1
     with StoredSession(store, "me/a") as stored:
         assert stored.load(one).cache.get_seq_length() == 0
-
-
-# -- forks ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", METHODS)
-def test_a_fork_writes_a_reference_and_both_sessions_continue(name: str, tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store_text(store, "me/a", name, TURNS[0])
-    before = {path: path.stat().st_mtime_ns for path in files(tmp_path) if path.suffix == ".block"}
-    state = blocks_of(store, "me/a")[-1]
-    store.fork("me/a", "me/b")
-    assert before == {path: path.stat().st_mtime_ns for path in files(tmp_path) if path.suffix == ".block"}
-    assert store.info("me/b").saves == 1 and blocks_of(store, "me/b") == blocks_of(store, "me/a")
-    store_text(store, "me/a", name)
-    assert state.exists(), "the fork has it"
-    assert check_whole(store, "me/a", name) == LENGTH and check_whole(store, "me/b", name) == TURNS[0]
-    store.fork("me/b", "me/c")
-    store_text(store, "me/b", name)
-    assert state.exists() and check_whole(store, "me/c", name) == TURNS[0]
-    store_text(store, "me/c", name)
-    assert not state.exists() and not [*tmp_path.rglob("*.shared")]
-    for one in "abc":
-        assert check_whole(store, f"me/{one}", name) == LENGTH
-        store.remove(f"me/{one}")
-    assert not [path for path in files(tmp_path) if path.suffix == ".block"]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_session_that_is_saved_while_it_is_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the fork is written, and after it."""
-    store, original, lengths = Store(tmp_path), Store._continue, iter(TURNS)
-
-    def save() -> None:
-        if (length := next(lengths, 0)) > 0:
-            store_text(store, "a", "h2o", length)
-
-    def between(source: Any, twin: Any) -> None:
-        save()
-        original(source, twin)
-        save()
-
-    store_text(store, "a", "h2o", 20)
-    monkeypatch.setattr(Store, "_continue", staticmethod(between))
-    store.fork("a", "b")
-    assert check_whole(store, "b", "h2o") == LENGTH == check_whole(store, "a", "h2o")
-
-
-def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
-    for name in ("a", "me/b"):
-        store_text(store, name, "h2o", 20)
-    present = sorted(tmp_path.rglob("*"))
-    for pair, reason in {
-        ("a", "../c"): "cannot be the name",
-        ("a", "c" * 300): "cannot be the name",
-        ("a", "c\0"): "cannot be the name",
-        ("a", "a"): "There is a session 'a' already",
-        ("c", "d"): "There is no session 'c'",
-        ("a", "me/c"): "another owner",
-        ("me/b", "you/b"): "another owner",
-    }.items():
-        with pytest.raises((UsageError, SessionError), match=reason):
-            store.fork(*pair)
-    monkeypatch.setattr(Reference, "commit", lambda *_: (_ for _ in ()).throw(SessionError("full")))
-    with pytest.raises(SessionError, match="full"):
-        store.fork("a", "c")
-    assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".shared"] == present
-
-
-def test_a_fork_that_fails_leaves_what_another_machine_has_saved_under_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, other, original = Store(tmp_path, shared=True), Store(tmp_path, shared=True), Store._continue
-
-    def beaten(source: Any, twin: Any) -> None:
-        store_text(other, "b", "h2o", 30)
-        original(source, twin)
-
-    store_text(store, "a", "h2o", 20)
-    monkeypatch.setattr(Store, "_continue", staticmethod(beaten))
-    with pytest.raises(SessionError, match="by another program"):
-        store.fork("a", "b")
-    assert check_whole(store, "b", "h2o") == 30 and check_whole(store, "a", "h2o") == 20
 
 
 def test_a_session_needs_the_ids_of_all_rows(tmp_path: Path) -> None:

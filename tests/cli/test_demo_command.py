@@ -62,25 +62,20 @@ def test_a_budget_is_refused_before_anything_is_printed(run: Run, command: tuple
     assert code == 2 and not out and "the model has 512 positions; use fewer tokens of the text (--tokens)" in err
 
 
-@pytest.mark.parametrize("columns", [20, 40, 80])
-def test_lines_fit(run: Run, command: tuple[str, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_fit(run: Run, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Five lines, those of methods that refuse the budget among them; an exact answer can be wrong. No text commands
     the terminal."""
-    monkeypatch.setattr(output.out, "width", columns)
+    monkeypatch.setattr(output.out, "width", 60)
     monkeypatch.setattr("kvkeep.decode.generate._Caller.whole_text", lambda *given: "the \u202e\x1b[2Jof")
     asked = ("--budget", "0", "--expect", "nobody says this", "--question", "was \u2066it?")
     code, out, err = run(*command, *asked)
-    assert code == 0 and "Traceback" not in err, err
+    assert code == 0 and "Traceback" not in err and "try a larger model: --model qwen2.5-coder-1.5b" in err
     lines = out.splitlines()
-    assert max(map(len, lines)) <= columns
+    assert max(map(len, lines)) <= 60
     assert not re.search("[\u202e\u2066\x1b]", out) and "[2Jof" in out and "was it?" in out
-    if columns == 20:
-        assert {*out.split()} >= {"process", "tokens/s", "elsewhere", "streaming-llm", "kv-direct", "--question"}
-        return
     marked = [line for line in lines if re.match("[✗x] ", line)]
     assert [line.split()[1] for line in marked] == ["full", "kv-direct", *LOSSY]
-    heading = next(line for line in lines if "process" in line)
-    assert ("elsewhere" in heading) == (columns == 80)
+    heading = next(line for line in lines if "on disk" in line)
     assert {len(line.rstrip()) for line in marked} == {len(heading)}
     assert "8 of the 8 tokens" in " ".join(out.split())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,18 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
+from kvkeep import plugins
 from kvkeep.cli.serve import single_process
 from kvkeep.cli.serve.defaults import default_cache, describe_default
 from kvkeep.cli.serve.listening import HTTPServer
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.cli.serve.server_options import (
+    LimitOptions,
+    MemoryOptions,
+    NetworkOptions,
+    StoreOptions,
+    process_options,
+)
+from kvkeep.errors import UsageError
 from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
@@ -29,8 +36,6 @@ def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> 
         (("-x", "stock"), "cannot be used here"),
         (("-x", "h2o"), "budget"),
         (("-x", "h2o", "-b", "64", "--at-end", "endless"), "'h2o' does not keep every entry"),
-        (("-x", "full", "--bucket", "talks"), "is not a bucket"),
-        (("-x", "full", "--bucket", "s3://talks", "--private"), "leave it or --bucket out"),
         (("-x", "full", "--quota", "1GB", "--private"), "leave it or --quota out"),
         (("-x", "full", "--age", "30", "--private"), "leave it or --age out"),
     ):
@@ -109,32 +114,6 @@ def test_it_listens_before_anything_is_loaded(
     assert code == 0 and "memory: 1.0 MB, a quarter of the 4.0 MB that are free; 1000 conversations" in err
 
 
-def test_a_command_with_replicas_has_no_model_of_its_own(
-    run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a default needs one, it is gone before replicas start."""
-    replicas = pytest.importorskip("kvkeep.serve.replicas")
-    loaded, load = list[Any](), loading.load
-
-    def noted(*given: Any, **options: Any) -> Loaded:
-        found = load(*given, **options)
-        loaded.append(weakref.ref(found.model))
-        return found
-
-    def started(*given: Any) -> None:
-        assert not [one for one in loaded if one() is not None]
-        raise KvkeepError("It ends here.")
-
-    monkeypatch.setattr(loading, "load", noted)
-    monkeypatch.setattr(replicas, "cluster", started)
-    common = ("serve", "--replicas", "2", "--port", "0", "--sessions", str(tmp_path), "--model")
-    for options, count in ((("--memory", "50MB", "-x", "full"), 0), (("--memory", "50MB"), 1), (("-x", "full"), 2)):
-        code, _, err = run(*common, str(model_folder), *options)
-        assert (code, len(loaded)) == (1, count) and "It ends here." in err, err
-    code, _, err = run(*common, str(tmp_path), "--memory", "50MB", "-x", "full")
-    assert code == 1 and "is not a model" in err
-
-
 def test_requests_that_wait_for_a_model_that_cannot_be_loaded_end(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,3 +131,11 @@ def test_requests_that_wait_for_a_model_that_cannot_be_loaded_end(
     code, _, err = run("serve", "--model", str(damaged), *options)
     assert code == 1 and "is cut short" in err and "Traceback" not in err
     assert pending[0].result(60) == 503
+
+
+def test_without_the_connector_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "points", lambda group: ())
+    for given in ({"replicas": "2"}, {"bucket": "s3://talks"}):
+        with pytest.raises(UsageError, match=r"needs the connector kvkeep-cluster.*pip install ./connectors/cluster"):
+            process_options()(**given).check(MemoryOptions(), NetworkOptions(), LimitOptions(), StoreOptions())
+    process_options()().check(MemoryOptions(), NetworkOptions(), LimitOptions(), StoreOptions())

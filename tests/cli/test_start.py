@@ -84,12 +84,6 @@ def test_help_and_version_import_no_library() -> None:
         assert code == 0 and out and not imported, arguments
 
 
-def test_the_second_list_of_methods_imports_no_library() -> None:
-    first = started("methods", report=LIBRARIES)
-    again = started("methods", report=LIBRARIES)
-    assert first[:2] == again[:2] and first[0] == 0 and not again[3]
-
-
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_an_answer_imports_what_it_uses(
     kind: str, model_folder: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from kvkeep_cluster.ray_cluster import connected
 from kvkeep_lab.ray_workers import _contents, cores
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import ResultFile
@@ -25,7 +26,6 @@ from results import small, stored
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
 from kvkeep.files import owner
-from kvkeep.ray_cluster import connected
 
 
 class Killed(Match):
@@ -99,7 +99,7 @@ def scores(path: Path) -> dict[str, Any]:
 def test_a_missing_ray_package_is_reported(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     (tmp_path / "text.txt").write_text(words)
-    with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
+    with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install ./connectors/cluster"):
         run(small(tmp_path), ResultFile(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 

@@ -297,11 +297,11 @@ FETCHING = """
 import dataclasses, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell that started the tests may ignore it
 from unittest.mock import Mock
-from kvkeep.cli import fetching
+from kvkeep.cli import startup
 from kvkeep.models import fetching as downloads
 downloads.sys = Mock(executable=sys.argv[1])
-fetching.EMBEDDED["slow"] = dataclasses.replace(fetching.EMBEDDED["smollm2"], file="slow.gguf", hub=None)
-fetching.fetch_model("slow")
+startup.EMBEDDED["slow"] = dataclasses.replace(startup.EMBEDDED["smollm2"], file="slow.gguf", hub=None)
+startup.fetch_model("slow")
 """
 
 

@@ -45,6 +45,22 @@ template <class T> struct Array {
   size_t bytes() const { return size * sizeof(T); }
 };
 
+int64_t type_of(const uint8_t*) { return KV_UINT8; }
+int64_t type_of(const bf16*) { return KV_BFLOAT16; }
+int64_t type_of(const int32_t*) { return KV_INT32; }
+int64_t type_of(const int64_t*) { return KV_INT64; }
+int64_t type_of(const float*) { return KV_FLOAT32; }
+// Numbers as the library reads them.
+template <class T> KvArray numbers(const T* data, size_t length) {
+  return {(void*)data, int64_t(length), type_of(data)};
+}
+template <class T> KvArray numbers(const Array<T>& array) { return numbers(array.data, array.size); }
+const KvArray NOTHING{};
+// All numbers as rows of each lane, one after the other.
+template <class T> KvRows rows_of(const Array<T>& array, int64_t lanes, int64_t rows, int64_t width) {
+  return {numbers(array), lanes, rows, width, rows * width, width};
+}
+
 bf16 to_bf16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -68,6 +84,10 @@ void fill_half(Array<uint16_t>& to, uint64_t seed) {  // float16 of 2^-7 or so
     const int64_t fraction = random.below(0x400), sign = random.below(2);
     to[i] = uint16_t(0x2000 | fraction | sign << 15);
   }
+}
+
+void done(KvStatus status) {  // of a call, which must end well
+  if (status != KV_DONE) printf("A CALL ENDED WITH %d: %s\n", int(status), kvkeep_broken_rule());
 }
 
 // ---- hashes ---------------------------------------------------------------------------------------------------------
@@ -123,8 +143,8 @@ struct Matrix {
       }
       memcpy(rows + block * k.bytes + k.first_half, scales + block * k.halves, 2 * k.halves);
     }
-    kvkeep_pack(kind, inputs, outputs, rows, row_bytes, panels);
-    matrix = {panels.data, inputs, outputs, kind};
+    done(kvkeep_pack(kind, inputs, outputs, numbers(rows), row_bytes, numbers(panels)));
+    matrix = {numbers(panels), inputs, outputs, kind};
   }
 };
 
@@ -136,11 +156,11 @@ void hash_matrices() {
     print("rows " + name, [&](Hash& hash) {
       const int64_t some[] = {0, 82, 15, 16, 40};
       Array<float> out(5 * inputs);
-      kvkeep_rows(&weights.matrix, some, 5, out);
+      done(kvkeep_rows(&weights.matrix, numbers(some, 5), numbers(out)));
       hash.add(weights.panels);
       hash.add(out);
       Array<uint8_t> back(weights.rows.size);
-      kvkeep_unpack(&weights.matrix, back, weights.row_bytes);
+      done(kvkeep_unpack(&weights.matrix, numbers(back), weights.row_bytes));
       if (memcmp(back, weights.rows, back.size)) printf("rows %s: UNPACKED ROWS DIFFER\n", name.c_str());
     });
     Array<bf16> x(100 * inputs), bias(outputs), batch(100 * (outputs + 5));
@@ -149,13 +169,13 @@ void hash_matrices() {
     print("product " + name, [&](Hash& hash) {
       for (int64_t rows : {100, 1, 2, 3, 4, 5, 8, 16, 17, 33}) {
         Array<bf16> y(rows * (outputs + 5));
-        kvkeep_product(&weights.matrix, x, rows, bias, y, outputs + 5);
+        done(kvkeep_product(&weights.matrix, numbers(x.data, rows * inputs), numbers(bias), numbers(y), outputs + 5));
         hash.add(y);
         if (rows == 100) memcpy(batch, y, y.bytes());
         else if (memcmp(batch, y, y.bytes())) printf("product %s: %d ROWS DIFFER\n", name.c_str(), int(rows));
       }
       Array<bf16> y(3 * outputs);
-      kvkeep_product(&weights.matrix, x, 3, nullptr, y, outputs);
+      done(kvkeep_product(&weights.matrix, numbers(x.data, 3 * inputs), NOTHING, numbers(y), outputs));
       hash.add(y);
     });
     print("what is no number " + name, [&](Hash& hash) {  // infinity, its sign, and where it is
@@ -166,7 +186,7 @@ void hash_matrices() {
         wrong[inputs + 19] = 0xffff;
         wrong[2 * inputs] = 0x7f80;
         wrong[2 * inputs + 40] = 0xff80;
-        kvkeep_product(&weights.matrix, wrong, rows, nullptr, y, outputs);
+        done(kvkeep_product(&weights.matrix, numbers(wrong), NOTHING, numbers(y), outputs));
         for (size_t i = 0; i < y.size; i++)  // which of all the numbers that are none is the processor's choice
           if ((y[i] & 0x7fff) > 0x7f80) y[i] = 0x7fc0;
         hash.add(y);
@@ -184,7 +204,7 @@ void hash_small() {
       Array<float> weight(width);
       fill(x, width, 29);
       fill(weight, 3, 64);
-      kvkeep_norm(x, weight, 1e-5f, 40, width, y);
+      done(kvkeep_norm(numbers(x), numbers(weight), 1e-5f, numbers(y)));
       hash.add(y);
     }
   });
@@ -194,7 +214,7 @@ void hash_small() {
     for (int i = 0; i < 60; i++) positions[i] = i < 30 ? i : 1000 * i + 7;
     for (int i = 0; i < 36; i++) frequencies[i] = 1.0f / float(1 << (i / 3)) * (1.0f + float(i % 3) * 0.25f);
     Array<bf16> cos(60 * 72), sin(60 * 72);
-    kvkeep_angles(positions, 60, frequencies, 36, 1.25f, cos, sin);
+    done(kvkeep_angles(numbers(positions), numbers(frequencies), 1.25f, numbers(cos), numbers(sin)));
     hash.add(cos);
     hash.add(sin);
   });
@@ -214,11 +234,13 @@ struct Layer {
     Random random{seed + 60};
     for (size_t i = 0; i < norms.size; i++) norms[i] = 1.0f + random.number(512);
     layer.qkv[0] = qkv.matrix; layer.out = out.matrix; layer.gates[0] = gate.matrix; layer.gates[1] = up.matrix;
-    layer.down = down.matrix; layer.qkv_bias[0] = bias; layer.out_bias = sandwiched ? nullptr : bias.data;
-    layer.input_norm = norms; layer.pre_mlp_norm = norms + HIDDEN;
+    layer.down = down.matrix; layer.qkv_bias[0] = numbers(bias);
+    if (!sandwiched) layer.out_bias = numbers(bias.data, HIDDEN);
+    auto norm = [&](int64_t first, int64_t width) { return numbers(norms.data + first, width); };
+    layer.input_norm = norm(0, HIDDEN); layer.pre_mlp_norm = norm(HIDDEN, HIDDEN);
     if (sandwiched) {
-      layer.post_attention_norm = norms + 2 * HIDDEN; layer.post_mlp_norm = norms + 3 * HIDDEN;
-      layer.query_norm = norms + 4 * HIDDEN; layer.key_norm = norms + 4 * HIDDEN + DIM;
+      layer.post_attention_norm = norm(2 * HIDDEN, HIDDEN); layer.post_mlp_norm = norm(3 * HIDDEN, HIDDEN);
+      layer.query_norm = norm(4 * HIDDEN, DIM); layer.key_norm = norm(4 * HIDDEN + DIM, DIM);
     }
     layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM; layer.intermediate = INNER;
     layer.activation = sandwiched; layer.eps = 1e-5f;
@@ -230,7 +252,7 @@ void fill_angles(Array<bf16>& cos, Array<bf16>& sin, int64_t count, int64_t half
   Array<float> frequencies(half);
   for (int64_t i = 0; i < count; i++) positions[i] = 11 * i;
   for (int64_t i = 0; i < half; i++) frequencies[i] = 1.0f / float(1 + i * i);
-  kvkeep_angles(positions, count, frequencies, half, 1.0f, cos, sin);
+  done(kvkeep_angles(numbers(positions), numbers(frequencies), 1.0f, numbers(cos), numbers(sin)));
 }
 
 void hash_layer() {
@@ -244,7 +266,8 @@ void hash_layer() {
             key(2 * n * Layer::KV_HEADS * D), value(2 * n * Layer::KV_HEADS * D);
         fill(x, n, 41);
         fill_angles(cos, sin, n, D / 2);
-        kvkeep_before_attention(&one.layer, x, 2, n, cos, sin, 1, query, key, value);
+        done(kvkeep_before_attention(&one.layer, numbers(x), 2, numbers(cos), numbers(sin), numbers(query),
+                                     numbers(key), numbers(value)));
         hash.add(query);
         hash.add(key);
         hash.add(value);
@@ -255,7 +278,7 @@ void hash_layer() {
         Array<bf16> attention(rows * Layer::HEADS * D), residual(rows * Layer::HIDDEN), y(rows * Layer::HIDDEN);
         fill(attention, rows, 43);
         fill(residual, rows + 1, 39);
-        kvkeep_after_attention(&one.layer, attention, residual, rows, y);
+        done(kvkeep_after_attention(&one.layer, numbers(attention), numbers(residual), numbers(y)));
         hash.add(y);
       }
     });
@@ -275,8 +298,8 @@ struct Entries {  // of bfloat16
   }
   KvPiece piece(int64_t first, int64_t count) {
     KvPiece piece{};
-    piece.keys = keys + first * DIM; piece.values = values + first * DIM; piece.entries = count; piece.lanes = LANES;
-    piece.key_lane_stride = piece.value_lane_stride = rows * DIM; piece.key_row_stride = piece.value_row_stride = DIM;
+    piece.first = first; piece.entries = count;
+    piece.keys.rows = rows_of(keys, LANES, rows, DIM); piece.values.rows = rows_of(values, LANES, rows, DIM);
     return piece;
   }
 };
@@ -300,21 +323,24 @@ struct Codes {  // in groups of 32 entries, or (bits 0) of 8 bits with a sign an
   }
   KvPiece piece() {
     KvPiece piece{};
-    piece.keys = (bf16*)keys.data; piece.values = (bf16*)values.data; piece.entries = COUNT; piece.lanes = LANES;
-    piece.key_scale = key_scale; piece.key_offset = key_offset;
-    piece.value_scale = value_scale; piece.value_offset = value_offset;
-    if (bits) {
-      piece.key_bits = piece.value_bits = bits; piece.value_group = WIDTH;
-      piece.key_row_stride = piece.value_row_stride = 32 * DIM * bits / 8;
-      piece.key_lane_stride = piece.value_lane_stride = COUNT / 32 * piece.key_row_stride;
-      piece.key_scale_stride = COUNT / 32 * DIM; piece.value_scale_stride = COUNT * DIM / WIDTH;
-      if (bits == 4) { piece.value_mean = mean; piece.value_deviation = deviation; }
-    } else {
-      piece.key_bits = piece.value_bits = 8;
-      piece.key_row_stride = piece.value_row_stride = DIM;
-      piece.key_lane_stride = piece.value_lane_stride = COUNT * DIM;
-      piece.key_scale_stride = piece.value_scale_stride = DIM;
-    }
+    piece.format = bits ? KV_GROUPED : KV_BY_CHANNEL; piece.entries = COUNT;
+    const int64_t groups = bits ? COUNT / 32 : COUNT, scales = bits ? COUNT / 32 : 1;
+    auto describe = [&](KvSide& side, const Array<uint8_t>& codes, const Array<uint16_t>& scale,
+                        const Array<uint16_t>& offset, int64_t width) {
+      const int64_t bytes = bits ? 32 * DIM * bits / 8 : DIM;
+      side.rows = rows_of(codes, LANES, groups, bytes);
+      side.rows.numbers.type = bits == 16 ? KV_INT16 : bits ? KV_UINT8 : KV_INT8;
+      if (bits == 16) {
+        side.rows.numbers.length /= 2; side.rows.width /= 2; side.rows.lane_stride /= 2; side.rows.row_stride /= 2;
+      }
+      side.scale = rows_of(scale, LANES, scales, width); side.offset = rows_of(offset, LANES, scales, width);
+      side.scale.numbers.type = side.offset.numbers.type = KV_FLOAT16;
+      side.bits = bits;
+    };
+    describe(piece.keys, keys, key_scale, key_offset, DIM);
+    describe(piece.values, values, value_scale, value_offset, bits ? DIM / WIDTH * 32 : DIM);
+    piece.values.group = bits ? WIDTH : 0;
+    if (bits == 4) { piece.values.mean = numbers(mean); piece.values.deviation = numbers(deviation); }
     return piece;
   }
 };
@@ -336,35 +362,31 @@ struct Sketch {
   }
   KvPiece piece() {
     KvPiece piece{};
-    piece.keys = keys; piece.values = values; piece.entries = COUNT; piece.lanes = LANES;
-    piece.key_lane_stride = piece.value_lane_stride = CELLS * DIM; piece.key_row_stride = piece.value_row_stride = DIM;
-    piece.cell_indices = places; piece.sums = sums; piece.use_median = median;
-    if (sums == 3) piece.key_mean = piece.value_mean = mean;
+    piece.format = KV_SKETCHED; piece.entries = COUNT;
+    piece.keys.rows = rows_of(keys, LANES, CELLS, DIM); piece.values.rows = rows_of(values, LANES, CELLS, DIM);
+    piece.cell_indices = numbers(places); piece.sums = sums; piece.use_median = median;
+    if (sums == 3) piece.keys.mean = piece.values.mean = numbers(mean);
     return piece;
   }
 };
 
 KvAttention attention_of(const Array<bf16>& query, int64_t queries, const std::vector<KvPiece>& pieces, int64_t past) {
   KvAttention a{};
-  a.query = query; a.pieces = pieces.data(); a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
+  a.query = numbers(query); a.pieces = pieces.data(); a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
   a.dim = a.value_dim = DIM; a.piece_count = int64_t(pieces.size()); a.causal_offset = past; a.scaling = 0.125f;
   for (const KvPiece& piece : pieces) a.entries += piece.entries;
   return a;
 }
 
-// Attention over entries in one piece, the queries' own last, and what they received.
-void attend_rows(const bf16* query, const bf16* keys, const bf16* values, int64_t rows, int64_t queries, int64_t dim,
-                 int64_t value_dim, int64_t entries, bf16* out, float* lse, float* received, int reduce_max) {
-  KvPiece piece{};
-  piece.keys = keys; piece.values = values; piece.entries = entries; piece.lanes = LANES;
-  piece.key_lane_stride = rows * dim; piece.key_row_stride = dim;
-  piece.value_lane_stride = rows * value_dim; piece.value_row_stride = value_dim;
+// Attention over the first entries of one piece, the queries' own last, and what they received.
+void attend_rows(const Array<bf16>& query, const KvPiece& piece, int64_t queries, Array<bf16>& out, Array<float>& lse,
+                 Array<float>* received, int reduce_max) {
   KvAttention a{};
-  a.query = query; a.pieces = &piece; a.lanes = LANES; a.groups = GROUPS; a.queries = queries; a.dim = dim;
-  a.value_dim = value_dim; a.piece_count = 1; a.entries = entries; a.causal_offset = entries - queries;
-  a.scaling = 0.125f;
-  kvkeep_attend(&a, out, 0, lse, nullptr, 0);
-  if (received) kvkeep_received(&a, lse, queries, reduce_max, received);
+  a.query = numbers(query); a.pieces = &piece; a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
+  a.dim = piece.keys.rows.width; a.value_dim = piece.values.rows.width; a.piece_count = 1; a.entries = piece.entries;
+  a.causal_offset = piece.entries - queries; a.scaling = 0.125f;
+  done(kvkeep_attend(&a, numbers(out), numbers(lse), NOTHING, 0));
+  if (received) done(kvkeep_received(&a, numbers(lse), queries, reduce_max, numbers(*received)));
 }
 
 void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queries, bool causal, bool bounded = false) {
@@ -374,16 +396,16 @@ void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queri
   KvAttention a = attention_of(query, queries, pieces, -1);
   if (causal) a.causal_offset = a.entries - queries;
   const int32_t first[] = {3, 0}, stop[] = {int32_t(a.entries - 1), int32_t(a.entries)}, shift[] = {40, -2};
-  if (bounded) { a.first = first; a.stop = stop; a.shift = shift; }
-  kvkeep_attend(&a, out, 0, lse, nullptr, 0);
+  if (bounded) { a.first = numbers(first, 2); a.stop = numbers(stop, 2); a.shift = numbers(shift, 2); }
+  done(kvkeep_attend(&a, numbers(out), numbers(lse), NOTHING, 0));
   hash.add(out);
   hash.add(lse);
-  kvkeep_attend(&a, floats, 1, lse, nullptr, 0);
+  done(kvkeep_attend(&a, numbers(floats), numbers(lse), NOTHING, 0));
   hash.add(floats);
   if (bounded) return;
   Array<float> received(LANES * a.entries);
   for (int reduce_max = 0; reduce_max < 2; reduce_max++) {
-    kvkeep_received(&a, lse, queries < 4 ? queries : 4, reduce_max, received);
+    done(kvkeep_received(&a, numbers(lse), queries < 4 ? queries : 4, reduce_max, numbers(received)));
     hash.add(received);
   }
 }
@@ -407,7 +429,11 @@ void hash_attention() {
           fill(query, 45, 45);
           fill(keys, dim, 50);
           fill(values, value_dim, 60);
-          attend_rows(query, keys, values, count, queries, dim, value_dim, count, out, lse, nullptr, 0);
+          KvPiece piece{};
+          piece.entries = count;
+          piece.keys.rows = rows_of(keys, LANES, count, dim);
+          piece.values.rows = rows_of(values, LANES, count, value_dim);
+          attend_rows(query, piece, queries, out, lse, nullptr, 0);
           hash.add(out);
           hash.add(lse);
         }
@@ -422,8 +448,8 @@ void hash_attention() {
     for (size_t i = 0; i < mask.size; i++) mask[i] &= 1;
     std::vector<KvPiece> pieces{entries.piece(0, 620)};
     KvAttention a = attention_of(query, 5, pieces, -1);
-    a.mask = mask; a.mask_query_stride = 620;
-    kvkeep_attend(&a, out, 0, lse, nullptr, 0);
+    a.mask = rows_of(mask, 1, 5, 620);
+    done(kvkeep_attend(&a, numbers(out), numbers(lse), NOTHING, 0));
     hash.add(out);
     hash.add(lse);
   });
@@ -439,7 +465,10 @@ void hash_attention() {
       keys[7 * DIM + 3] = 0xffff;
       keys[550 * DIM + 60] = 0x7fc0;
       keys[(count + 9) * DIM + 2] = 0x7f80;
-      attend_rows(query, keys, values, count, queries, DIM, DIM, count, out, lse, nullptr, 0);
+      KvPiece piece{};
+      piece.entries = count;
+      piece.keys.rows = rows_of(keys, LANES, count, DIM); piece.values.rows = rows_of(values, LANES, count, DIM);
+      attend_rows(query, piece, queries, out, lse, nullptr, 0);
       for (int64_t d = 0; d < DIM; d++)
         if (out[DIM * queries + d] & 0x7fff) printf("attention to no number: A QUERY OF NAN GIVES NO ZEROS\n");
       for (size_t i = 0; i < out.size; i++)
@@ -453,8 +482,8 @@ void hash_attention() {
     fill(query, 9, 45);
     std::vector<KvPiece> first{entries.piece(0, 1024)}, second{entries.piece(1024, 300)};
     KvAttention a = attention_of(query, 3, first, -1), b = attention_of(query, 3, second, -1);
-    kvkeep_attend(&a, nullptr, 0, nullptr, state, 0);
-    kvkeep_attend(&b, out, 0, lse, state, 1);
+    done(kvkeep_attend(&a, NOTHING, NOTHING, numbers(state), 0));
+    done(kvkeep_attend(&b, numbers(out), numbers(lse), numbers(state), 1));
     hash.add(out);
     hash.add(lse);
   });
@@ -476,8 +505,7 @@ void hash_attention() {
       Array<float> lse(LANES * GROUPS * queries), received(LANES * 900);
       fill(query, queries, 45);
       for (int reduce_max = 0; reduce_max < 2; reduce_max++) {
-        attend_rows(query, entries.keys, entries.values, entries.rows, queries, DIM, DIM, 900, out, lse, received,
-                    reduce_max);
+        attend_rows(query, entries.piece(0, 900), queries, out, lse, &received, reduce_max);
         hash.add(out);
         hash.add(lse);
         hash.add(received);
@@ -506,11 +534,10 @@ struct Session {
     a.pieces = pieces.data(); a.lanes = LANES; a.queries = 1; a.dim = a.value_dim = DIM; a.piece_count = 1;
     a.entries = COLUMNS; a.causal_offset = -1;
     KvInsert& i = step.insert;
-    i.ranks = ranks; i.oldest_first = 1; i.columns = COLUMNS; i.new_slot = 201;
-    i.keys = (char*)entries.keys.data; i.values = (char*)entries.values.data;
-    i.key_lane_bytes = i.value_lane_bytes = COLUMNS * DIM * 2; i.key_bytes = i.value_bytes = DIM * 2;
-    i.slots = slots; i.scores = scores;
-    step.received = received; step.reduce_max = int64_t(seed & 1); step.token = token;
+    i.ranks = numbers(ranks); i.oldest_first = 1; i.columns = COLUMNS; i.new_slot = 201;
+    i.keys = rows_of(entries.keys, LANES, COLUMNS, DIM); i.values = rows_of(entries.values, LANES, COLUMNS, DIM);
+    i.slots = numbers(slots); i.scores = numbers(scores);
+    step.received = numbers(received); step.reduce_max = int64_t(seed & 1); step.token = token;
   }
   void add(Hash& hash) {
     hash.add(entries.keys); hash.add(entries.values); hash.add(slots); hash.add(scores); hash.add(received);
@@ -523,7 +550,7 @@ void hash_sessions() {
     Array<bf16> key(LANES * DIM), value(LANES * DIM);
     fill(key, 61, 30);
     fill(value, 62, 30);
-    kvkeep_insert(&session.step.insert, LANES, (const char*)key.data, (const char*)value.data);
+    done(kvkeep_insert(&session.step.insert, numbers(key), numbers(value)));
     session.add(hash);
   });
   print("sessions", [](Hash& hash) {
@@ -536,7 +563,8 @@ void hash_sessions() {
     fill(key, 83, 45);
     fill(value, 84, 45);
     for (int by_token = 0; by_token < 2; by_token++) {
-      kvkeep_attend_sessions(steps, 2, query, key, value, tokens, heads, by_token, 0.125f, out, lse);
+      done(kvkeep_attend_sessions(steps, 2, numbers(query), numbers(key), numbers(value), tokens, heads, by_token,
+                                  0.125f, numbers(out), numbers(lse)));
       hash.add(out);
       hash.add(lse);
     }
@@ -554,7 +582,7 @@ void hash_sessions() {
     Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
     fill(x, 94, 40);
     fill_angles(cos, sin, 2, Layer::DIM / 2);
-    kvkeep_run_layers(layers, steps, scaling, 2, step_counts, 2, cos, sin, x);
+    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x)));
     hash.add(x);
     fourth.add(hash);
   });

@@ -56,7 +56,7 @@ def normed(rows: int = 64) -> torch.Tensor:
     """What the kernel makes of some rows."""
     x = torch.linspace(-3, 3, rows * 96).view(rows, 96).bfloat16()
     weight, out = torch.linspace(0.5, 2, 96), torch.empty(rows, 96, dtype=torch.bfloat16)
-    native.kernels().kvkeep_norm(x.data_ptr(), weight.data_ptr(), 1e-6, rows, 96, out.data_ptr())
+    native.kernels().kvkeep_norm(x, weight, 1e-6, out)
     return out
 
 
@@ -160,94 +160,54 @@ def test_a_damaged_library_is_not_loaded(damage: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["KvStep", *structures.CONSTANTS, "KV_NEW"])
-def test_a_library_with_other_structures_or_constants_is_not_used(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_library_of_another_header_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     forget()
-    if name == "KvStep":
-        swapped = [*structures.KvStep._fields_[:-2], *structures.KvStep._fields_[:-3:-1]]  # two fields of the same size
-        other = type(name, (ctypes.Structure,), {"_fields_": swapped})
-        monkeypatch.setattr(native, "STRUCTURES", (*structures.STRUCTURES[:-1], other))
-        start = structures.KvStep.first_lane.offset
-        why = rf"KvStep\.token_lanes is 8 bytes at {start + 8}, not 8 bytes at {start}"
-    else:
-        monkeypatch.setitem(structures.CONSTANTS, name, 77)
-        why = rf"{name} is {'missing' if name == 'KV_NEW' else '[0-9]+'}, not 77"
+    monkeypatch.setattr(native, "INTERFACE", "0" * 64)
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    assert re.search(f"{why}; install kvkeep again", caplog.text)
+    assert "it was built for another kvkeep; install kvkeep again" in caplog.text
 
 
 # ---- the header ------------------------------------------------------------------------------------------------------
 
-HEADER = native.FILE.with_name("kvkeep.h").read_text(encoding="utf-8")
-LAYOUT = native.FILE.with_name("layout.cpp").read_text(encoding="utf-8")
-DECLARED = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
-REPORTED = ("KvField", "KvNumber")
-"""Structures that the library itself returns."""
-C_TYPES = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+HEADER = native.FILE.with_name("kvkeep.h")
+OFFSETS = """
+#include <cstddef>
+#include <cstdio>
+#include "kvkeep.h"
+int main() { %s }
+"""
 
 
-def declared_structures() -> dict[str, dict[str, Any]]:
-    """The fields of every structure of kvkeep.h, and their types as Python has them."""
-    found = {}
-    for name, body in re.findall(r"typedef struct (Kv\w+) \{(.*?)\} Kv\w+;", DECLARED, re.DOTALL):
-        found[name] = {}
-        for statement in body.split(";")[:-1]:
-            kind, field, _, count = re.fullmatch(r"\s*(.*?)\s*(\w+)(\[(\d+)\])?", statement, re.DOTALL).groups()
-            made = ctypes.c_char_p if name in REPORTED else ctypes.c_void_p
-            made = made if kind.endswith("*") else C_TYPES.get(kind) or getattr(structures, kind)
-            found[name][field] = made * int(count) if count else made
-    return found
-
-
-def test_structures_equal_those_of_the_header() -> None:
-    """kvkeep.h, Python, and the list in layout.cpp have the same fields in the same order."""
-    expected = declared_structures()
-    by_name = {structure.__name__: structure for structure in (*structures.STRUCTURES, structures.KvField)}
-    assert {*expected} == {*by_name, "KvNumber"}
-    for name, fields in expected.items():
-        assert dict(getattr(structures, name)._fields_) == fields, name
-        listed = re.findall(rf"FIELD\({name}, (\w+)\)", LAYOUT)
-        assert listed == ([] if name in REPORTED else [*fields]), name
-
-
-def test_constants_equal_those_of_the_header() -> None:
-    declared = {
-        name for body in re.findall(r"enum \w+ \{(.*?)\}", DECLARED, re.DOTALL) for name in re.findall(r"KV_\w+", body)
-    }
-    assert {*structures.CONSTANTS} == {*re.findall(r"NUMBER\((KV_\w+)\)", LAYOUT)} == declared - {"KV_KINDS"}
-
-
-def test_signatures_equal_those_of_the_header() -> None:
-    letters = {"int64_t": "l", "int": "i", "float": "f", "void": "", "KvStatus": "e"}
-    declared = {}
-    for result, name, arguments in re.findall(
-        r"^([\w ]+?[ *]+)(kvkeep_\w+)\((.*?)\);", DECLARED, re.MULTILINE | re.DOTALL
-    ):
-        types = [re.sub(r"\w+$", "", argument.strip()).strip() or argument for argument in arguments.split(",")]
-        kinds = [
-            ("s" if kind == "const char*" and name == "kvkeep_choose" else "p") if kind.endswith("*") else letters[kind]
-            for kind in types
-        ]
-        back = ("s" if "char" in result else "p") if "*" in result else letters[result.strip()]
-        declared[name] = "".join(kinds) + (f":{back}" if back else "")
-    assert declared == native._SIGNATURES
+@pytest.mark.skipif(not shutil.which("c++"), reason="no compiler here")
+def test_python_reads_the_header_as_a_compiler_does(tmp_path: Path) -> None:
+    """Constants, sizes of structures, and where each field lies."""
+    made = [one for one in vars(structures).values() if isinstance(one, type) and issubclass(one, ctypes.Structure)]
+    expected = [str(value) for value in structures.CONSTANTS.values()]
+    asked = [*structures.CONSTANTS]
+    for one in made:
+        expected += [str(ctypes.sizeof(one)), *(str(getattr(one, field[0]).offset) for field in one._fields_)]
+        asked += [f"sizeof({one.__name__})", *(f"offsetof({one.__name__}, {field[0]})" for field in one._fields_)]
+    source = tmp_path / "offsets.cpp"
+    source.write_text(OFFSETS % " ".join(f'printf("%d\\n", int({one}));' for one in asked))
+    subprocess.run(["c++", f"-I{HEADER.parent}", str(source), "-o", str(tmp_path / "offsets")], check=True)
+    found = subprocess.run([str(tmp_path / "offsets")], capture_output=True, text=True, check=True).stdout.split()
+    assert len(made) == 9 and dict(zip(asked, found, strict=True)) == dict(zip(asked, expected, strict=True))
 
 
 def test_every_field_and_function_of_the_header_is_explained() -> None:
-    for name, fields in declared_structures().items():
-        body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.DOTALL)
-        assert body
-        for field in fields:
-            assert re.search(rf"\b{field}(\[\d\])?; +/\* \S", body[1]), f"{name}.{field}"
-    for function in native._SIGNATURES:
-        assert re.search(rf"\*/\n[^\n]*\b{function}\(", HEADER), function
+    header = HEADER.read_text(encoding="utf-8")
+    for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\} \w+;", header, re.DOTALL):
+        for field, *_ in getattr(structures, name)._fields_:
+            assert re.search(rf"\b{field}(\[\d\])?; +/\* \S", body), f"{name}.{field}"
+    for function in structures.functions():
+        assert re.search(rf"\*/\n[^\n]*\b{function}\(", header), function
 
 
 def test_an_unknown_field_of_a_structure_cannot_be_set() -> None:
-    for structure in structures.STRUCTURES:
+    for structure in (structures.KvLayer, structures.KvPiece, structures.KvAttention, structures.KvStep):
         with pytest.raises(AttributeError):
             structure().nonsense = 1  # type: ignore[attr-defined]
 
@@ -262,7 +222,7 @@ from kvkeep.native import library as native
 def normed():
     x, weight = torch.linspace(-3, 3, 28800).view(300, 96).bfloat16(), torch.ones(96)
     out = torch.empty_like(x)
-    native.kernels().kvkeep_norm(x.data_ptr(), weight.data_ptr(), 1e-6, 300, 96, out.data_ptr())
+    native.kernels().kvkeep_norm(x, weight, 1e-6, out)
     return out.view(torch.int16).tolist()
 
 torch.set_num_threads(3)
@@ -295,7 +255,7 @@ def test_subnormal_numbers_are_kept_whatever_the_programs_float_mode(rows: int) 
     try:
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor does not flush")
-        native.kernels().kvkeep_norm(x.data_ptr(), weight.data_ptr(), 0.0, rows, 16, out.data_ptr())
+        native.kernels().kvkeep_norm(x, weight, 0.0, out)
         assert torch.tensor([1e-40]).mul(1.0).item() == 0.0  # the program's own mode is as it was
     finally:
         torch.set_flush_denormal(False)
@@ -325,6 +285,6 @@ def test_the_library_exports_its_interface_and_needs_no_runtime_of_a_compiler() 
 
     symbols = [line.split() for line in lines("--dyn-syms")]
     exported = {row[7] for row in symbols if len(row) == 8 and row[4] in ("GLOBAL", "WEAK") and row[6].isdigit()}
-    assert exported == set(native._SIGNATURES)
+    assert exported == set(structures.functions())
     needed = {found[1] for line in lines("--dynamic") if (found := re.search(r"\(NEEDED\).*\[(\w+)", line))}
     assert needed <= {"libc", "libm", "libpthread", "ld"}

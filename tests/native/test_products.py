@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvkeep.errors import BadCall
 from kvkeep.models import packed
 from kvkeep.models.packed import KINDS, Blocks, PackedLinear
 from kvkeep.native.library import kernels
-from kvkeep.native.structures import KIND_NUMBERS, KvMatrix, address_of
+from kvkeep.native.structures import KIND_NUMBERS, KvMatrix, address_of, array
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -97,9 +98,12 @@ def test_packed_sizes_equal_those_of_the_library() -> None:
 def test_a_matrix_of_no_kind_is_neither_packed_nor_read() -> None:
     data, out = torch.zeros(4096, dtype=torch.uint8), torch.full((16, 64), 7.0)
     for number in (-1, len(KIND_NUMBERS), 1 << 40):
-        matrix, index = KvMatrix(data.data_ptr(), 64, 16, number), torch.zeros(1, dtype=torch.int64)
+        matrix, index = KvMatrix(array(data), 64, 16, number), torch.zeros(1, dtype=torch.int64)
         assert not kernels().kvkeep_packed_bytes(number, 64, 16)
-        assert not kernels().kvkeep_pack(number, 64, 16, out.data_ptr(), 64, data.data_ptr())
-        kernels().kvkeep_unpack(address_of(matrix), out.data_ptr(), 64)
-        kernels().kvkeep_rows(address_of(matrix), index.data_ptr(), 1, out.data_ptr())
+        with pytest.raises(BadCall, match="of a kind"):
+            kernels().kvkeep_pack(number, 64, 16, data, 64, data)
+        with pytest.raises(BadCall, match="of a kind"):
+            kernels().kvkeep_unpack(address_of(matrix), data, 64)
+        with pytest.raises(BadCall, match="of a kind"):
+            kernels().kvkeep_rows(address_of(matrix), index, out)
     assert (out == 7).all() and not data.any()

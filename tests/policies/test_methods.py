@@ -97,7 +97,6 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("h2o+quantize:3", ["8, 4 or 2 bits"]),
         ("h2o+segments:0", ["At least one segment"]),
         ("h2o+cam:0", ["at least 1 entry"]),
-        ("h2o+merge:best", ["'key' or by 'slot'"]),
         ("h2o+sketch:vague=0.6", ["share of the budget"]),
         ("h2o+sketch:swap=0.5", ["a factor of at least 1"]),
         ("h2o+sketch:rows=2", ["rows, not 2"]),

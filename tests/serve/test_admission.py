@@ -11,10 +11,10 @@ from answering import Client, alone, run, small, text
 from families import tiny
 
 from kvkeep import KeepCache
-from kvkeep.errors import BudgetError
+from kvkeep.errors import BudgetError, QueueFull
+from kvkeep.serve.admission import UNDECIDED
 from kvkeep.serve.arbiter import peak_bytes
-from kvkeep.serve.engine import UNDECIDED, Engine
-from kvkeep.serve.job import QueueFull
+from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import OpenSession
 
 
@@ -28,7 +28,7 @@ def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() 
     engine = serving(memory=int(2.5 * one))
     clients = [Client(engine, text(40, seed), name=("me", str(seed)), **cache) for seed in range(6)]
     least = 0
-    engine._stopping = True
+    engine.stopping = True
     while engine.step():
         now = sum(session.past.cache.memory().bytes for session in engine.sessions.memory.values())
         least = max(least, now)

@@ -55,7 +55,7 @@ def test_storing_ends_when_the_server_has_to_end(tmp_path: Path, monkeypatch: py
     def waiting(self: BlockFolder, *arguments: Any, **options: Any) -> int:
         begun.set()
         for _ in range(500):
-            if engine.sessions.storage.ending:
+            if engine.sessions.beginnings.ending:
                 break
             time.sleep(0.01)
         return honest(self, *arguments, **options)
@@ -226,18 +226,6 @@ def test_a_disk_that_fails_costs_the_cache_and_nothing_else(
     engine = serving(tmp_path)
     assert told(engine, LONG).ended.cached == len(LONG) - 1
     engine.close()
-
-
-def test_servers_that_share_a_folder_begin_with_each_others_blocks(tmp_path: Path) -> None:
-    first, second = serving(tmp_path, shared=True), serving(tmp_path, shared=True)
-    ids = LONG
-    for turn, server in enumerate((first, second, first, second)):
-        client = told(server, ids)
-        assert client.ended.cached >= len(LONG) + NEW - 1 if turn else client.ended.cached == 0
-        assert [*client.ended.tokens] == alone("llama", ids, **FULL)
-        ids = [*ids, *client.ended.tokens, 3, 4]
-    for server in (first, second):
-        server.close()
 
 
 def test_after_a_kill_the_next_turn_of_any_client_skips_the_prefill(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,10 +16,16 @@ from running import BODY, KEYS, bearer, held, post, serving
 
 from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.prompt import encode
-from kvkeep.serve.cache_view import cache_view
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.sessions import cache_view
 
 COLUMNS = 7
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, Engine]]:
+    with serving() as running:
+        yield running
 
 
 def pairs_of_methods() -> list[str]:
@@ -70,25 +77,27 @@ def test_a_view_is_what_the_cache_says(method: str, budget: int | None) -> None:
         assert whole["kinds"] == kinds and whole["held"] == sum(kinds.values()) - kinds["checkpoint_disk"]
 
 
-def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.serve.http import inspection
+def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(
+    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvkeep.serve.http import sessions
 
-    with serving() as (address, engine):
-        found = get(address, "/v1/methods").json()
-        known = {one["name"]: one for one in found["data"]}
-        assert known["h2o"]["exactness"] == "lossy" and known["h2o"]["budgeted"] and not known["full"]["budgeted"]
-        assert found["default"] == {"method": "full", "budget": None}
-        for name, own in known.items():  # every one of them can be asked for
-            budget = {"budget": "25%"} if own["budgeted"] else {}
-            method = "endless+blocks:count=2,size=16" if name == "endless" else name  # within 512 positions
-            answer = post(address, {**BODY, "max_tokens": 1, "kvkeep": {"method": method, **budget}})
-            assert answer.status_code == 200, (name, answer.text)
-        monkeypatch.setattr(inspection, "ENGINE_TIMEOUT_S", 0.1)
-        with held(engine):
-            assert get(address, "/v1/memory").status_code == 503
-        assert get(address, "/v1/memory").status_code == 200
-        assert get(address, "/v1/sessions/none/cache").status_code == 404
-        assert get(address, "/v1/sessions/none/cache?columns=0").status_code == 400
+    address, engine = server
+    found = get(address, "/v1/methods").json()
+    known = {one["name"]: one for one in found["data"]}
+    assert known["h2o"]["exactness"] == "lossy" and known["h2o"]["budgeted"] and not known["full"]["budgeted"]
+    assert found["default"] == {"method": "full", "budget": None}
+    for name, own in known.items():  # every one of them can be asked for
+        budget = {"budget": "25%"} if own["budgeted"] else {}
+        method = "endless+blocks:count=2,size=16" if name == "endless" else name  # within 512 positions
+        answer = post(address, {**BODY, "max_tokens": 1, "kvkeep": {"method": method, **budget}})
+        assert answer.status_code == 200, (name, answer.text)
+    monkeypatch.setattr(sessions, "ENGINE_TIMEOUT_S", 0.1)
+    with held(engine):
+        assert get(address, "/v1/memory").status_code == 503
+    assert get(address, "/v1/memory").status_code == 200
+    assert get(address, "/v1/sessions/none/cache").status_code == 404
+    assert get(address, "/v1/sessions/none/cache?columns=0").status_code == 400
 
 
 @pytest.mark.parametrize("name", [*pairs_of_methods()])
@@ -121,9 +130,9 @@ def test_while_a_prompt_is_read_it_says_how_far() -> None:
     read = []
     while not client.done:
         engine.step()
-        if (view := cache_view(engine, ("me", "talk"))) is not None and view.prompt is not None:
+        if (view := cache_view(engine, ("me", "talk"))) is not None and view.facts["prompt"] is not None:
             read.append(len(view.ids))
-            assert view.prompt == 60 and view.running
+            assert view.facts["prompt"] == 60 and view.facts["running"]
     assert len(read) == 3 and read == sorted({*read}) and read[-1] < 60
     view = cache_view(engine, ("me", "talk"))
-    assert view is not None and view.prompt is None and not view.running
+    assert view is not None and view.facts["prompt"] is None and not view.facts["running"]

@@ -22,19 +22,23 @@ from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst
 
 from kvkeep.decode.encoding import PromptText
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import app, completions, connection, engine_request, event_buffer, json_text, reading, schema
-from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.event_buffer import EventBuffer
-from kvkeep.serve.http.request_memory import ALWAYS_BYTES, MAX_REQUEST_BYTES, RequestMemory
-from kvkeep.serve.http.starting import StartingApp
-from kvkeep.serve.http.structure import (
+from kvkeep.serve.http import answering, app, completions, connection, events, protocol
+from kvkeep.serve.http import body as bodies
+from kvkeep.serve.http.body import (
+    ALWAYS_BYTES,
     MAX_CONTAINERS,
     MAX_NAMES,
+    MAX_REQUEST_BYTES,
     MAX_STRINGS,
     MAX_VALUES,
     SMALL_BYTES,
+    Hold,
+    RequestMemory,
     read_json,
 )
+from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.events import EventBuffer
+from kvkeep.serve.http.starting import StartingApp
 
 LOOP_S = 0.5
 """Processor time that the event loop's thread may take for a body of 8 MB: ten times what it takes to receive one, and
@@ -69,13 +73,13 @@ def address() -> Iterator[str]:
 def test_a_wrong_body_has_a_few_errors_and_does_not_keep_the_event_loop(
     name: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors, first = list[int](), reading.validation_error
+    errors, first = list[int](), bodies.validation_error
 
     def counted(found: Any) -> APIError:
         errors.append(len(found))
         return first(found)
 
-    monkeypatch.setattr(reading, "validation_error", counted)
+    monkeypatch.setattr(bodies, "validation_error", counted)
     worst, before = REFUSED[name], loop_seconds()
     body = worst.make("tiny", worst.size)
     found = post(address, body, path=worst.path)
@@ -110,11 +114,11 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
         monkeypatch.setattr(module, name, noting)
 
     for module, name in (
-        (reading, "read_json"),
-        (reading, "validation_error"),
-        (completions, "prompt_text"),
-        (completions, "begins_with"),
-        (json_text, "json_text"),
+        (bodies, "read_json"),
+        (bodies, "validation_error"),
+        (answering, "prompt_text"),
+        (answering, "begins_with"),
+        (events, "json_text"),
     ):
         noted(module, name)
     with serving() as (address, _):
@@ -147,7 +151,7 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
 def test_each_limit_has_a_name_a_number_and_a_remedy(
     change: dict[str, Any], field: str, limit: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "MAX_LOGPROBS", 2000)
+    monkeypatch.setattr(answering, "MAX_LOGPROBS", 2000)
     found = post(address, BODY | change)
     error = found.json()["error"]
     assert found.status_code == 400 and error["param"].startswith(field), error
@@ -200,7 +204,7 @@ def test_json_of_replies_is_that_of_the_library() -> None:
 
     for _ in range(200):
         given = value(3)
-        assert json_text.json_text(given) == json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        assert events.json_text(given) == json.dumps(given, ensure_ascii=False, separators=(",", ":"))
 
 
 # -- memory -----------------------------------------------------------------------------------------------
@@ -256,13 +260,13 @@ def test_a_client_that_leaves_the_queue_of_large_bodies_leaves_nothing_there(mon
         gate.wait(30)
         return PromptText("the river")
 
-    monkeypatch.setattr(completions, "prompt_text", slow)
-    bodies = [{"messages": [{"role": "user", "content": "a" * length}]} for length in (200_000, 300_000)]
+    monkeypatch.setattr(answering, "prompt_text", slow)
+    asked = [{"messages": [{"role": "user", "content": "a" * length}]} for length in (200_000, 300_000)]
     with serving() as (address, _):
-        first = threading.Thread(target=post, args=(address, bodies[0]), kwargs={"path": TOKENIZE})
+        first = threading.Thread(target=post, args=(address, asked[0]), kwargs={"path": TOKENIZE})
         first.start()
         assert begun.wait(10)
-        with raw(address, bodies[1], TOKENIZE):
+        with raw(address, asked[1], TOKENIZE):
             assert within(10, lambda: request_bytes(address) > 500_000)
         assert within(10, lambda: request_bytes(address) < 210_000)
         gate.set()
@@ -272,7 +276,7 @@ def test_a_client_that_leaves_the_queue_of_large_bodies_leaves_nothing_there(mon
 
 def test_small_requests_hold_what_they_need_whatever_others_hold() -> None:
     memory = RequestMemory(10**6)
-    large, small_one = memory.hold(), memory.hold()
+    large, small_one = Hold(memory), Hold(memory)
     large.resize(10**6)
     small_one.resize(ALWAYS_BYTES)
     with pytest.raises(APIError, match="retry in a moment"):
@@ -315,7 +319,7 @@ def test_of_requests_that_arrive_before_the_model_as_many_wait_as_may() -> None:
 def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_request, "MAX_BUFFERED_BYTES", 300_000)
+    monkeypatch.setattr(events, "MAX_BUFFERED_BYTES", 300_000)
     most, put = [0], EventBuffer.put
 
     def noted(self: EventBuffer, event: Any) -> None:
@@ -345,7 +349,7 @@ def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answ
 
 
 def test_an_event_is_as_short_as_the_event_loop_writes_in_a_few_milliseconds() -> None:
-    assert event_buffer.MAX_PIECE_TOKENS <= 64 and event_buffer.MAX_PIECE_CHARACTERS <= 2**14
+    assert events.MAX_PIECE_TOKENS <= 64 and events.MAX_PIECE_CHARACTERS <= 2**14
 
 
 # -- connections ------------------------------------------------------------------------------------------
@@ -429,17 +433,18 @@ def test_long_headers_are_refused(head: str, address: str) -> None:
 def test_the_documentation_states_the_limits_that_there_are() -> None:
     rows = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().partition("## Limits")[2].partition("## ")[0]
     numbers = (
-        completions.MAX_PROMPT_CHARACTERS, completions.MAX_PROMPT_TOKENS, completions.MAX_LOGPROBS,
-        schema.MAX_MESSAGES, schema.MAX_PARTS, schema.MAX_ALL_PARTS, schema.MAX_STOPS, schema.MAX_STOP, schema.MAX_NAME,
-        schema.MAX_OPTION, schema.MAX_FIELDS, MAX_CONTAINERS, MAX_NAMES, MAX_STRINGS, MAX_VALUES,
+        answering.MAX_PROMPT_CHARACTERS, answering.MAX_PROMPT_TOKENS, answering.MAX_LOGPROBS,
+        completions.MAX_MESSAGES, completions.MAX_PARTS, completions.MAX_ALL_PARTS, protocol.MAX_STOPS,
+        protocol.MAX_STOP, protocol.MAX_NAME, protocol.MAX_OPTION, protocol.MAX_FIELDS, MAX_CONTAINERS,
+        MAX_NAMES, MAX_STRINGS, MAX_VALUES,
         MAX_REQUEST_BYTES // 10**6, ALWAYS_BYTES // 1000, connection.FREE_CHUNKS, connection.CHUNK_BYTES,
-        connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, event_buffer.MAX_BUFFERED_BYTES // 10**6,
+        connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, events.MAX_BUFFERED_BYTES // 10**6,
     )  # fmt: skip
     assert {f"{number:,}" for number in numbers} <= {*re.findall("[0-9][0-9,]*[0-9]|[0-9]", rows)}
 
 
 def test_ids_have_the_limit_of_a_text_that_no_context_limits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "MAX_PROMPT_TOKENS", 600)
+    monkeypatch.setattr(answering, "MAX_PROMPT_TOKENS", 600)
     kind = {"method": "streaming-llm", "budget": 64}
     for count, status in ((600, 200), (601, 400)):
         found = post(address, {"model": "tiny", "prompt": [5] * count, "max_tokens": 1, "kvkeep": kind}, path=TEXT)

@@ -18,11 +18,11 @@ from kvkeep.engine import batch as batches
 from kvkeep.engine import scheduler as schedulers
 from kvkeep.engine.answer import TextPiece
 from kvkeep.engine.sampling import Sampling
-from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.serve import engine as engines
+from kvkeep.errors import EngineStopping, KvkeepError, PromptTooLong, UsageError
+from kvkeep.serve import service
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import EngineStopping, PromptTooLong
+from kvkeep.serve.service import warm_up
 
 PLENTY = 10**9
 
@@ -113,7 +113,14 @@ def test_prompts_are_read_in_turn_and_hold_up_nobody(monkeypatch: pytest.MonkeyP
     for module in (batches, schedulers):
         monkeypatch.setattr(module, "CHUNK", 48)
     engine, steps = serving(), list[int]()
-    monkeypatch.setattr(engine.watch, "stepped", lambda sessions, tokens: steps.append(tokens - sessions + 1))
+    step_of = engine.scheduler.step
+
+    def counted() -> Any:
+        results = step_of()
+        steps.append(sum(len(one.read.ids) for one in results) - len(results) + 1)
+        return results
+
+    monkeypatch.setattr(engine.scheduler, "step", counted)
     kinds: list[dict[str, Any]] = [{"method": "full"}, {"method": "h2o", "budget": 40, "chunk": 32}]
     asked = [(text(20, 0), 60, kinds[0]), *((text(length, length), 4, kinds[0]) for length in (90, 70))]
     clients = [Client(engine, ids, new, **cache) for ids, new, cache in asked[:1]]
@@ -328,7 +335,7 @@ def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> 
     assert late.cancel() or late.done()  # whoever does not wait any more does no harm
     engine.stop(grace=30)
     assert client.ended.written == NEW and engine.fault is None
-    with pytest.raises(engines.EngineStopping):
+    with pytest.raises(EngineStopping):
         engine.call(lambda: 1)
 
 
@@ -352,19 +359,19 @@ def test_an_engine_warms_up_before_its_first_request_and_keeps_nothing(
 
     monkeypatch.setattr(schedulers.Scheduler, "step", counted)
     engine = serving(store=Store(tmp_path))
-    engine.warm_up()
+    warm_up(engine)
     engine.step()
     assert steps and not engine.sessions.memory and not [*tmp_path.rglob("*.block")]
     steps.clear()
-    engine.warm_up()
+    warm_up(engine)
     client = Client(engine, text(20, 1))
     engine._take_in(False)
     assert not steps  # the request does not wait for it
     run(engine)
     assert [*client.ended.tokens] == alone("llama", text(20, 1), method="full")
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "encode", lambda *given: 1 / 0)
-        engine.warm_up()
+        patch.setattr(service, "encode", lambda *given: 1 / 0)
+        warm_up(engine)
         run(engine)
     again = Client(engine, text(20, 1))
     run(engine)

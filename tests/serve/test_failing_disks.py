@@ -22,7 +22,7 @@ from kvkeep.memory import places
 from kvkeep.memory.places import Disk
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.error_handlers import api_error
+from kvkeep.serve.http.errors import api_error
 
 
 @pytest.mark.parametrize("checkpoint", ["kv", "residual"])

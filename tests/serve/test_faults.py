@@ -182,11 +182,10 @@ def test_what_is_no_sessions_fault_ends_the_engine(error: Exception) -> None:
         run(engine)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 def test_an_answer_whose_turn_is_being_saved_when_the_engine_fails_is_told(
-    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, save = serving(folder=tmp_path, shared=shared), StoredSession.save
+    engine, save = serving(folder=tmp_path), StoredSession.save
     end = engine._save
 
     def fail(*given: Any) -> None:
@@ -199,7 +198,7 @@ def test_an_answer_whose_turn_is_being_saved_when_the_engine_fails_is_told(
     engine.start()
     engine.join()
     assert isinstance(engine.fault, TypeError) and client.ended.written == NEW
-    (info,) = Store(tmp_path, shared=shared).sessions()
+    (info,) = Store(tmp_path).sessions()
     assert (info.saves, info.in_use) == (1, False)
 
 
@@ -212,7 +211,7 @@ def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -
             found = super().empty()
             if not late:
                 late.append(Client(engine, text(20, 1), 2))
-                engine._stopping = True
+                engine.stopping = True
             return found
 
     engine._inbox = Inbox()

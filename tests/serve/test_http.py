@@ -129,7 +129,7 @@ def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
         lines = found.iter_lines()
         next(lines)
         with held(engine):
-            monkeypatch.setattr("kvkeep.serve.http.completions.prompt_text", slow)
+            monkeypatch.setattr("kvkeep.serve.http.answering.prompt_text", slow)
             other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
             other.start()
             assert begun.wait(10)
@@ -266,8 +266,7 @@ def test_numbers_that_are_none_and_names_that_cannot_be_are_told_by_the_rule_tha
 
 
 def test_a_slash_in_a_name_is_no_list_of_sessions(address: str) -> None:
-    for path in ("/v1/sessions", "/v1/sessions/"):
-        assert httpx.get(address + path, headers=bearer()).json()["object"] == "list"
+    assert httpx.get(f"{address}/v1/sessions", headers=bearer()).json()["object"] == "list"
     for path in ("/v1/sessions/%2F", "/v1/sessions/%2F/", "/v1/sessions/%2f%2f"):
         assert httpx.get(address + path, headers=bearer()).status_code == 404, path
 
@@ -387,21 +386,11 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/ready").status_code == 200
 
 
-def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> None:
-    schema = httpx.get(f"{address}/openapi.json").json()
-    assert httpx.get(f"{address}/docs").status_code == 200 and "HTTPValidationError" not in json.dumps(schema)
-    operations = {(method, path): one for path, own in schema["paths"].items() for method, one in own.items()}
-    assert {"400", "401", "404", "409", "413", "429", "503"} <= operations["post", CHAT]["responses"].keys()
-    for (method, path), one in operations.items():
-        assert "422" not in one["responses"] and "default" in one["responses"] and " " in one["summary"], one
-        found = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer("wrong"))
-        assert (found.status_code == 401) == ("401" in one["responses"]) == ("security" in one), path
-        own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
-        assert str(own.status_code) in one["responses"], path
-    extension = schema["components"]["schemas"]["Extension"]["properties"]
-    assert all(one["description"] for one in extension.values()), "the page of the API explains each field"
-    error = schema["components"]["schemas"]["ErrorDetail"]["required"]
-    assert {*post(address, {}).json()["error"]} == {*error}
+def test_every_route_needs_a_key_but_for_what_tells_nothing(address: str) -> None:
+    public = {"/", "/health", "/ready", "/page/style.css"}
+    private = {"/v1/models", "/v1/methods", "/v1/memory", "/v1/sessions", "/v1/sessions/a", "/v1/sessions/a/cache"}
+    for path in public | private | {"/metrics", "/nowhere", "/docs", "/openapi.json"}:
+        assert (httpx.get(address + path).status_code == 401) == (path not in public), path
 
 
 def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engine) -> None:
@@ -443,7 +432,7 @@ def test_the_documentation_has_every_figure_with_its_labels() -> None:
 
 
 def test_the_command_serves_drains_and_ends(model_folder: Path) -> None:
-    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", keys=[]) as running:
+    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", keys=[], fork=True) as running:
         body = {**BODY, "model": running.model, "max_tokens": 200}
         with streamed(running.address, body) as found:
             lines = found.iter_lines()

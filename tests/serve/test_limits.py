@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,20 @@ from kvkeep.cli.serve.address import Address, https
 from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine, Finished
+from kvkeep.serve.http import answering, connection, events
 from kvkeep.serve.http import body as bodies
-from kvkeep.serve.http import completions, connection, engine_request
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.engine_request import Limits
-from kvkeep.serve.http.event_buffer import MAX_PIECE_TOKENS, EventBuffer
+from kvkeep.serve.http.events import MAX_PIECE_TOKENS, EventBuffer, Limits
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 from kvkeep.serve.service import Service
 
 REJECTED = "kvkeep_requests_rejected_total"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, Engine]]:
+    with serving() as running:
+        yield running
 
 
 def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = KEYS, **given: Any) -> httpx.Response:
@@ -56,10 +61,10 @@ def test_a_store_that_became_read_only_serves_nobody(tmp_path: Path, monkeypatch
     given = dict.fromkeys(("device", "memory", "age", "quota", "time", "answers", "bucket", "at_end", "capacity"))
     given |= {"model": "smollm2", "weights": "auto", "pre": None, "waiting": 1, "sessions": str(tmp_path), "cors": ()}
     service = Service.parse(given | {"log_requests": False}, {}, ())
-    assert service.store(shared=False) is not None
+    assert service.store() is not None
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # of a system that runs as root, too
     with pytest.raises(UsageError, match="cannot be written; name another"):
-        service.store(shared=False)
+        service.store()
 
 
 def test_keys_come_from_a_file_and_a_made_one_is_kept(
@@ -144,24 +149,28 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
         assert counted == {'kvkeep_requests_ended_total{reason="length"}', REJECTED + '{reason="timeout"}'}
 
 
-def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_request, "FIRST_EVENT_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(engine_request, "KEEP_ALIVE_S", 0.05)
-    with serving() as (address, engine):
-        for own, last in (({}, '"finish_reason":"length"'), ({"kvkeep": {"budget": "1KB"}}, '"error":{"message"')):
-            with held(engine) as gate, streamed(address, {**BODY, **own}) as found:
-                lines = (line for line in found.iter_lines() if line)
-                assert found.status_code == 200 and '"role"' in next(lines)
-                assert next(lines).startswith(": ") and next(lines).startswith(": ")
-                gate.set()
-                rest = [*lines]
-            assert rest[-1] == "data: [DONE]" and last in rest[-2]
-        counted = figures(address)
-        assert counted[REJECTED + '{reason="budget"}'] == 1  # a client's mistake, and no failure
-        assert 'kvkeep_requests_ended_total{reason="failed"}' not in counted
+def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(
+    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "FIRST_EVENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    address, engine = server
+    for own, last in (({}, '"finish_reason":"length"'), ({"kvkeep": {"budget": "1KB"}}, '"error":{"message"')):
+        with held(engine) as gate, streamed(address, {**BODY, **own}) as found:
+            lines = (line for line in found.iter_lines() if line)
+            assert found.status_code == 200 and '"role"' in next(lines)
+            assert next(lines).startswith(": ") and next(lines).startswith(": ")
+            gate.set()
+            rest = [*lines]
+        assert rest[-1] == "data: [DONE]" and last in rest[-2]
+    counted = figures(address)
+    assert counted[REJECTED + '{reason="budget"}'] == 1  # a client's mistake, and no failure
+    assert 'kvkeep_requests_ended_total{reason="failed"}' not in counted
 
 
-def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(
+    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def unread() -> None:
         mail = EventBuffer()
         for number in range(10_000):
@@ -178,72 +187,69 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
 
     asyncio.run(unread())
     monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.5)
-    with serving() as (address, engine):
-        body = {**BODY, "max_tokens": 480, "logprobs": True, "top_logprobs": 20, "stream": True}
-        with raw(address, body) as stuck:
-            assert within(5, lambda: bool(engine.running))
-            assert post(address, BODY).status_code == 200
-            assert within(10, lambda: not engine.running)
-            time.sleep(0.7)
-            stuck.settimeout(10)
-            read = b""
-            with suppress(ConnectionError):
-                while part := stuck.recv(1 << 20):
-                    read += part
-            assert b'"role"' in read and b"[DONE]" not in read  # it was let go before it began to read
+    address, engine = server
+    body = {**BODY, "max_tokens": 480, "logprobs": True, "top_logprobs": 20, "stream": True}
+    with raw(address, body) as stuck:
+        assert within(5, lambda: bool(engine.running))
+        assert post(address, BODY).status_code == 200
+        assert within(10, lambda: not engine.running)
+        time.sleep(0.7)
+        stuck.settimeout(10)
+        read = b""
+        with suppress(ConnectionError):
+            while part := stuck.recv(1 << 20):
+                read += part
+        assert b'"role"' in read and b"[DONE]" not in read  # it was let go before it began to read
 
 
-def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_that_never_end_are_let_go(server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
-    with serving() as (address, _):
-        host, _, port = address.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=5) as slow:
-            for byte in b"GET /health":
-                try:
-                    slow.sendall(bytes([byte]))
-                    time.sleep(0.05)
-                except ConnectionError:
-                    break
-            with pytest.raises(ConnectionError):
-                if not slow.recv(1):
-                    raise ConnectionError
-        with socket.create_connection((host, int(port)), timeout=5) as slow:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
-            slow.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{".encode())
-            assert slow.recv(100).startswith(b"HTTP/1.1 408")
-        with httpx.Client(headers=bearer()) as client:  # and a connection that is kept is used again
-            assert [client.get(f"{address}/v1/models").status_code for _ in range(3)] == [200] * 3
-            time.sleep(0.5)
-            assert client.get(f"{address}/v1/models").status_code == 200
+    address, _ = server
+    host, _, port = address.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as slow:
+        for byte in b"GET /health":
+            try:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.05)
+            except ConnectionError:
+                break
+        with pytest.raises(ConnectionError):
+            if not slow.recv(1):
+                raise ConnectionError
+    with httpx.Client(headers=bearer()) as client:  # and a connection that is kept is used again
+        assert [client.get(f"{address}/v1/models").status_code for _ in range(3)] == [200] * 3
+        time.sleep(0.5)
+        assert client.get(f"{address}/v1/models").status_code == 200
 
 
 @pytest.mark.parametrize("length", ["Content-Length: 100\r\n", "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n"])
 def test_a_body_that_is_slow_or_has_two_lengths_ends_its_connection(
-    length: str, monkeypatch: pytest.MonkeyPatch
+    server: tuple[str, Engine], length: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RFC 9112, 6.3; and a client that goes on sending a slow body is not waited for any longer."""
     monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
-    with serving() as (address, _):
-        host, _, port = address.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=5) as one:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n{length}\r\n"
-            one.sendall(head.encode())
-            begun, answer = time.monotonic(), b""
-            with suppress(ConnectionError):
-                while part := one.recv(4096):  # to the end of the connection
-                    answer += part
-                    one.sendall(b" ")
-        status = b"HTTP/1.1 400" if "Transfer" in length else b"HTTP/1.1 408"
-        assert answer.startswith(status) and b"connection: close" in answer.lower()
-        assert time.monotonic() - begun < 3
+    address, _ = server
+    host, _, port = address.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as one:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n{length}\r\n"
+        one.sendall(head.encode())
+        begun, answer = time.monotonic(), b""
+        with suppress(ConnectionError):
+            while part := one.recv(4096):  # to the end of the connection
+                answer += part
+                one.sendall(b" ")
+    status = b"HTTP/1.1 400" if "Transfer" in length else b"HTTP/1.1 408"
+    assert answer.startswith(status) and b"connection: close" in answer.lower()
+    assert time.monotonic() - begun < 3
 
 
-def test_a_websocket_request_is_answered_without_advice_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as (address, _):
-        logging.getLogger("uvicorn.error").addHandler(caplog.handler)
-        headers = bearer() | {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 200
+def test_a_websocket_request_is_answered_without_advice_in_the_log(
+    server: tuple[str, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    address, _ = server
+    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+    headers = bearer() | {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 200
     assert "WebSocket" not in caplog.text and "pip install" not in caplog.text
 
 
@@ -273,8 +279,8 @@ def test_other_origins_and_hosts_stay_out_unless_asked_for() -> None:
     assert reply("/v1/chat/completions", **simple).status_code == 400
 
 
-def test_heads_slashes_and_wrong_methods() -> None:
-    for path in ("/", "/health", "/v1/models", "/v1/models/"):
+def test_heads_and_wrong_methods() -> None:
+    for path in ("/", "/health", "/v1/models"):
         whole, head = reply(path, headers=bearer()), reply(path, method="HEAD", headers=bearer())
         assert whole.status_code == head.status_code == 200 and not head.content
         assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
@@ -294,9 +300,9 @@ def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
         assert found.status_code == 400 and found.json()["error"]["type"] == "invalid_request_error"
 
     async def broken(self: Any, given: Any, *others: Any, **named: Any) -> None:
-        raise RuntimeError(f"cannot read '{given[0].content}'")
+        raise RuntimeError(f"cannot read '{given().messages[0]['content']}'")
 
-    monkeypatch.setattr(completions.Completions, "encode", broken)
+    monkeypatch.setattr(answering.Answering, "encode", broken)
     caplog.set_level("INFO", "kvkeep.requests")
     found = reply("/v1/chat/completions", json=BODY, method="POST", headers=bearer())
     assert found.status_code == 500 and "river" not in found.text + caplog.text

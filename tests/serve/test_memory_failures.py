@@ -26,6 +26,7 @@ from running import BODY, KEYS, bearer, program
 
 import kvkeep
 from kvkeep import KeepCache, transfer
+from kvkeep.blocks.store import Store
 from kvkeep.cli import startup
 from kvkeep.decode import encoding
 from kvkeep.decode.prompt import encode
@@ -33,10 +34,10 @@ from kvkeep.errors import KvkeepError, ModelTooLarge, OutOfMemory, out_of_memory
 from kvkeep.models import loading
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.native import room, threads
-from kvkeep.serve import engine as serving
+from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import workers
-from kvkeep.serve.http.error_handlers import api_error
+from kvkeep.serve.http import body as bodies
+from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.job import Finished
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "failing_memory.c"
@@ -404,6 +405,19 @@ def test_an_answer_whose_save_finds_no_memory_ends(
     assert isinstance(waited(Client(started, text(40, 1), 12)), Finished) and started.fault is None
 
 
+def test_an_answer_whose_restore_finds_no_memory_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids, name = Engine(small(), 10**9, store=Store(tmp_path)), text(40, 1), ("me", "talk")
+    engine.start()
+    one = waited(Client(engine, ids, 6, name=name))
+    engine.call(lambda: engine.sessions.park(engine.sessions.memory[name])).result(10)
+    storage, more = engine.sessions.storage, [*ids, *one.tokens, 5]
+    monkeypatch.setattr(storage, "restore", failing_times(1, storage.restore))
+    assert isinstance(waited(Client(engine, more, 6, name=name)), OutOfMemory)
+    again = waited(Client(engine, more, 6, name=name))
+    assert again.cached == len(more) - 2 and storage.restored == 1 and engine.fault is None
+    engine.stop(0)
+
+
 def test_worker_threads_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its end, the process would wait for them."""
     before, start, started = threading.active_count(), threading.Thread.start, list[threading.Thread]()
@@ -416,7 +430,7 @@ def test_worker_threads_that_cannot_all_be_started_end(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(threading.Thread, "start", limited_start)
     with pytest.raises(RuntimeError, match="new thread"):
-        workers.start_workers()
+        bodies.start_workers()
     for thread in started[1:]:  # the first one is kept for large bodies
         thread.join(10)
     assert threading.active_count() <= before + 1
@@ -427,7 +441,7 @@ def test_with_next_to_no_memory_the_newest_answer_ends_first(monkeypatch: pytest
     clients = [Client(engine, text(40, seed), 12) for seed in range(2)]
     while not all(client.job.writes for client in clients):
         engine.step()
-    monkeypatch.setattr(serving, "has_room", lambda nbytes: len(engine.running) < 2)
+    monkeypatch.setattr(session_pool, "has_room", lambda nbytes: len(engine.running) < 2)
     engine.step()
     assert isinstance(clients[1].events[-1], OutOfMemory) and not clients[0].done
     while not clients[0].done:

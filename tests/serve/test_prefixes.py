@@ -17,7 +17,6 @@ from kvkeep import KeepCache
 from kvkeep.models.loading import Loaded, load
 from kvkeep.models.packed import row_independent
 from kvkeep.serve.arbiter import peak_bytes, shared_parts
-from kvkeep.serve.cache_view import memory_use
 from kvkeep.serve.engine import Engine
 
 PLENTY, NEW = 10**9, 6
@@ -40,6 +39,12 @@ def serving(family: str = "llama", folder: Path | None = None) -> Engine:
     return Engine(loaded, PLENTY)
 
 
+def in_memory(engine: Engine) -> int:
+    """Bytes of memory of all caches."""
+    kinds = engine.sessions.bytes_by_kind()
+    return sum(kinds.values()) - kinds["checkpoint_disk"]
+
+
 def alone(engine: Engine, ids: list[int], new: int = NEW, **cache: Any) -> list[int]:
     own = KeepCache(engine.model, **cache)
     return kvkeep.generate(engine.model, tokenizer(), ids, own, max_new_tokens=new).tokens
@@ -54,7 +59,7 @@ def test_one_system_prompt_is_read_once_and_held_once(tmp_path: Path) -> None:
     assert [client.ended.read for client in clients] == [308, *[8] * 5]
     assert [client.ended.cached for client in clients] == [0, *[300] * 5]
     entries = 256 * (6 + 1) * engine.geometry.full_bytes_per_token  # a block of all, and one of each
-    assert memory_use(engine).kinds["resident"] == entries
+    assert engine.sessions.bytes_by_kind()["resident"] == entries
     for ids, client in zip(prompts, clients, strict=True):
         assert [*client.ended.tokens] == alone(engine, ids, method="full")
 
@@ -65,9 +70,9 @@ def test_what_is_granted_stays_within_the_memory_and_shared_blocks_count_once(tm
     cache = KeepCache(engine.model, "full")
     engine.arbiter.total = int(2.5 * peak_bytes(cache, 616))
     clients = [Client(engine, [*system, *text(8, 1 + number)], 8, owner="me") for number in range(6)]
-    most, single, engine._stopping = 0, 0, True
+    most, single, engine.stopping = 0, 0, True
     while engine.step():
-        assert memory_use(engine).granted <= engine.arbiter.total
+        assert engine.granted <= engine.arbiter.total
         most, single = max(most, len(engine.running)), max(single, sum(job.granted for job in engine.running))
     assert most > 2 and single > engine.arbiter.total, "together they fit because they share"
     assert all(client.ended.written == 8 for client in clients)
@@ -192,12 +197,12 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
         asked.append((client, ids[:700], kind))
         for _ in range(dice.randint(0, 12)):
             engine.step()
-            assert memory_use(engine).memory <= engine.arbiter.total
+            assert in_memory(engine) <= engine.arbiter.total
         if dice.random() < 0.2:
             client.job.cancel()
-    engine._stopping = True
+    engine.stopping = True
     while engine.step():
-        assert memory_use(engine).memory <= engine.arbiter.total
+        assert in_memory(engine) <= engine.arbiter.total
     assert sum(client.ended.cached for client, _, _ in asked) > 1000
     for client, ids, kind in asked:
         if client.ended.reason != "cancelled":
@@ -212,7 +217,7 @@ def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
     session = engine.sessions.memory["me", "a"]
     client = Client(engine, text(40, 0), 40, name=("me", "a"))
     engine.step()
-    assert client.job.granted >= session.memory_bytes == memory_use(engine).memory
+    assert client.job.granted >= session.memory_bytes == in_memory(engine)
     for kind in KINDS[1:]:
         Client(engine, text(700, 0), NEW, owner="me", **kind)
         run(engine)

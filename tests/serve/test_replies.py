@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvkeep.engine.answer import TextPiece
-from kvkeep.serve.http.replies import Reply
+from kvkeep.serve.http.completions import Choices
+from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.job import Finished
 
 BREAKS = "a\nb\rc\vd\fe\x1cf\x1dg\x1eh\x85i\u2028j\u2029k"
@@ -26,7 +27,7 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
         yield Finished("stop", text, (1, 2), 3, 4, 2)
 
     async def read() -> str:
-        return "".join([one async for one in Reply("tiny", chat, False).stream(events(), with_usage)])
+        return "".join([one async for one in Choices("tiny", chat, False, with_usage, api_error).stream(events())])
 
     return asyncio.run(read()).splitlines()
 

@@ -16,7 +16,7 @@ from families import tiny
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.blocks import references
-from kvkeep.blocks.references import Reference
+from kvkeep.blocks.references import Reference, SessionFiles
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.decode.cached_text import CachedText
@@ -97,10 +97,10 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             ids[number] += parts[number][turn]
             kind = {} if turn else cache[number]
             clients.append(Client(engine, ids[number], NEW, name=("me", str(number)), **kind))
-        engine._stopping = True
+        engine.stopping = True
         while engine.step():
             assert sum(one.memory_bytes for one in engine.sessions.memory.values()) <= engine.arbiter.total
-        engine._stopping = False
+        engine.stopping = False
         for number, client in enumerate(clients):
             assert turn == 0 or client.ended.cached >= len(ids[number]) - len(parts[number][turn]) - 1, cache[number]
             ids[number] += client.ended.tokens
@@ -196,7 +196,7 @@ def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
     ids = [*parts[0], *one.ended.tokens, *parts[1]]
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", full)
+        patch.setattr(os, "fsync", full)
         two = told(engine, ids, "talk")
     assert "no space left" in engine.sessions.facts("me")["talk"]["note"]
     ids = [*ids, *two.ended.tokens, *parts[2]]
@@ -233,7 +233,7 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     answers = [[*client.ended.tokens] for client in (one, two, three)]
     assert three.ended.cached > len(parts[0]) and answers == alone(parts, kind) and note() is None
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", full)
+        patch.setattr(os, "fsync", full)
         four = told(engine, [*ids, *three.ended.tokens, 5], "talk")
         engine.sessions.park(last := engine.sessions.memory[("me", "talk")])
     assert four.ended.written == NEW and last.unsaved and "without its last turn" in caplog.text
@@ -254,12 +254,12 @@ def test_a_session_on_a_disk_that_became_read_only_is_read_and_answered(
         Store(tmp_path).remove("me/talk")
     engine = serving(tmp_path)
 
-    def read_only(reference: Reference, *given: Any) -> Any:
-        raise references.unwritable(reference.folder, OSError(30, "Read-only file system"))
+    def read_only(*_: Any) -> Any:
+        raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reference, "_open", read_only)
-        patch.setattr(Reference, "commit", read_only)
+        patch.setattr(SessionFiles, "hold", read_only)
+        patch.setattr(SessionFiles, "write", read_only)
         ids = [*parts[0], *one.ended.tokens, *parts[1]]
         two = told(engine, ids, "talk", **kind)
         assert (two.ended.cached > 0) == kept and two.ended.written == NEW
@@ -364,7 +364,7 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
     old.close()
 
 
-# -- a folder that several servers share ------------------------------------------------------------------
+# -- answers that are not given ---------------------------------------------------------------------------
 
 
 def opening_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +405,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(engine.arbiter, "grants", lambda *given: False)
         client = Client(engine, ids, name=key)
-        while key not in sessions.memory or not sessions.memory[key].current:
+        while engine._admission._refused is None:
             engine.step()
     engine._admission._refused = None
     client.job.cancel()
@@ -441,11 +441,11 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
 ) -> None:
     """The next one waits already, the session is away or in memory, and a third one writes, so that steps do not wait
     for the store."""
-    engine, parts, kind = serving(tmp_path, shared=True), turns(2), METHODS[0]
+    engine, parts, kind = serving(tmp_path), turns(2), METHODS[0]
     one = told(engine, parts[0], "talk", **kind)
     if away:
         engine.close()
-        engine = serving(tmp_path, shared=True)
+        engine = serving(tmp_path)
     opening_slowly(monkeypatch)
     Client(engine, text(30, 9), 120)
     while not engine.running:
@@ -457,29 +457,11 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert two.ended.cached == len(ids) - len(parts[1]) - 1
     assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
     assert engine.sessions.facts("me")["talk"]["note"] is None
-    (info,) = Store(tmp_path, shared=True).sessions()
+    engine.close()
+    (info,) = Store(tmp_path).sessions()
     assert (info.name, info.saves, info.in_use, info.problem) == ("me/talk", 2, False, None)
-    engine.close()
     kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert kinds == {".json", ".block", "bytes", "kvkeep-store"}  # nothing unfinished
-
-
-def test_a_session_that_is_being_opened_can_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, parts = serving(tmp_path, shared=True), turns(1)
-    told(engine, parts[0], "talk", **METHODS[0])
-    opening_slowly(monkeypatch)
-    Client(engine, text(30, 9), 200)
-    while not engine.running:
-        engine.step()
-    refused(engine, parts[0], "of another kind", monkeypatch)
-    engine.step()
-    assert engine.sessions.drop(("me", "talk"))
-    Store(tmp_path, shared=True).remove("me/talk")
-    run(engine)
-    assert not engine.sessions.memory[("me", "talk")].note
-    engine.close()
-    (info,) = Store(tmp_path).sessions()  # it is new, so the request may choose its kind
-    assert (info.saves, info.method) == (1, "tova")
+    assert kinds == {".json", ".block", "bytes", "kvkeep-store", "lock"}  # nothing unfinished
 
 
 @pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])

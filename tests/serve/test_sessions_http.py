@@ -14,7 +14,6 @@ from fastapi.testclient import TestClient
 from running import KEYS, TEXT, bearer, post, program, streamed
 
 import kvkeep
-from kvkeep.blocks.bucket import BucketStore
 from kvkeep.blocks.store import Store
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
@@ -68,71 +67,6 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monk
     assert call("POST", "/v1/completions", json=body("the river", 4, "a b")).status_code == 400
     engine.stop(0)
     assert call("GET", "/v1/sessions/two").status_code == 503
-
-
-def test_of_servers_that_share_a_folder_each_tells_what_the_file_has(tmp_path: Path) -> None:
-    engines = [Engine(small(), 10**8, store=Store(tmp_path, shared=True)) for _ in range(2)]
-    apps = [application(engine, small(), Keys([])) for engine in engines]
-    one, two = (TestClient(app, base_url="http://localhost") for app in apps)
-    for engine in engines:
-        engine.start()
-
-    def ask(client: TestClient, prompt: str) -> None:
-        assert client.post("/v1/completions", json=body(prompt, 4)).status_code == 200
-
-    def told(client: TestClient) -> list[tuple[int, int, bool]]:
-        listed = client.get("/v1/sessions").json()["data"]
-        (facts,) = listed or [None]
-        single = client.get("/v1/sessions/talk")
-        assert single.json() == facts if facts else single.status_code == 404
-        return [(facts["saves"], facts["tokens"], facts["state"] == "idle")] if facts else []
-
-    ask(one, "the river")
-    ((_, first, here),) = told(one)
-    assert here and told(two) == [(1, first, False)]
-    ask(two, "the river and the stone")
-    ((turns, second, here),) = told(two)
-    assert here and turns == 2 and second > first and told(one) == [(2, second, False)]
-    assert two.delete("/v1/sessions/talk").status_code == 200
-    assert engines[0].sessions.memory and told(one) == told(two) == [] and not engines[0].sessions.memory
-    ask(one, "the river")
-    ask(two, "the river")
-    assert two.delete("/v1/sessions/talk").status_code == 200 and one.delete("/v1/sessions/talk").status_code == 404
-    for engine in engines:
-        engine.stop(0)
-
-
-def test_without_the_bucket_sessions_are_a_503_and_answers_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("fsspec")
-    loaded, store = small(), BucketStore(tmp_path / "here", f"file://{tmp_path}/bucket")
-    store.create()
-    engine = Engine(loaded, 10**8, store=store)
-    engine.start()
-    client = TestClient(application(engine, loaded, Keys([])), base_url="http://localhost")
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise ValueError("http://10.0.0.1 does not answer")
-
-    answers = [client.post("/v1/completions", json=body("the river", 4)).json()["choices"][0]["text"]]
-    with monkeypatch.context() as patch:
-        for operation in ("cat_file", "pipe_file", "find", "rm_file", "modified"):
-            patch.setattr(store.root.files, operation, fails)
-        for verb, path in (("GET", ""), ("GET", "/talk"), ("DELETE", "/talk")):
-            found = client.request(verb, f"/v1/sessions{path}")
-            assert found.status_code == 503 and "Retry-After" in found.headers
-            error = found.json()["error"]
-            assert error["message"] == "The store of sessions cannot be used now; retry later."
-            assert error["code"] == "store_unavailable"
-        for name in ("talk", "new"):
-            found = client.post("/v1/completions", json=body("the river", 4, name))
-            answers.append(found.json()["choices"][0]["text"])
-        del (asked := body("the river", 4))["kvkeep"]
-        answers.append(client.post("/v1/completions", json=asked).json()["choices"][0]["text"])
-    assert len({*answers}) == 1
-    assert [one["name"] for one in client.get("/v1/sessions").json()["data"]] == ["new", "talk"]
-    engine.stop(0)
 
 
 def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_folder: Path, tmp_path: Path) -> None:

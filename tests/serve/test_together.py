@@ -64,12 +64,12 @@ def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tens
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each layer's steps were of."""
     calls: list[int] = []
-    own = steps._step_table
 
-    def counted(steps: Any, tokens: Any) -> Any:
-        calls.append(len(steps))
-        return own(steps, tokens)
+    def counted(of_layer: Any, *given: Any) -> Any:
+        calls.append(len(of_layer))
+        return table(of_layer, *given)
 
+    table = steps._step_table
     monkeypatch.setattr(steps, "_step_table", counted)
     return calls
 

@@ -30,8 +30,8 @@ from kvkeep.engine.answer import Answer
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import engine_request
-from kvkeep.serve.http.engine_request import EngineRequest, Limits
+from kvkeep.serve.http import events
+from kvkeep.serve.http.events import AnswerEvents, Limits
 from kvkeep.serve.job import Job
 
 LONG = {**BODY, "messages": [{"role": "user", "content": "the river " * 120}], "max_tokens": 200}
@@ -85,7 +85,7 @@ def test_clients_that_disconnect_leave_nothing_behind(
     """Two at a time in memory for one answer, so that the second waits."""
     before = objects()  # other tests'
     monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of sixty steps
-    monkeypatch.setattr(engine_request, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
+    monkeypatch.setattr(events, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
     engine = Engine(small(), int(1.2 * peak_bytes(KeepCache(small().model, "full"), 512)), store=Store(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)
@@ -153,7 +153,7 @@ def standing() -> tuple[int, int, int]:
 def objects() -> Counter[str]:
     """What answers are made of, as far as it is still there."""
     gc.collect()
-    kinds = {Job, Answer, EngineRequest, KeepCache}
+    kinds = {Job, Answer, AnswerEvents, KeepCache}
     return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
 
 

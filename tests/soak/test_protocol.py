@@ -23,9 +23,10 @@ from kvkeep.blocks.store import Store
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.engine_request import Limits
+from kvkeep.serve.http.completions import ChatRequest, Message, TextRequest, TokenizeRequest
+from kvkeep.serve.http.events import Limits
 from kvkeep.serve.http.keys import Keys
-from kvkeep.serve.http.schema import ChatRequest, Extension, Message, StreamOptions, TextRequest, TokenizeRequest
+from kvkeep.serve.http.protocol import Extension, StreamOptions
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -296,7 +297,7 @@ def test_sessions_of_one_key_are_invisible_to_others(say: Any, tmp_path: Path) -
                 assert httpx.delete(f"{address}/v1/sessions/secret", headers=bearer(key)).status_code == 200
                 probes += 1
         assert httpx.get(f"{address}/v1/sessions/secret", headers=bearer(keys[0])).status_code == 200
-    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    folders = [path for path in (tmp_path / "sessions").iterdir() if path.is_dir()]
     assert len(folders) == len(keys) and not any(key in str(path) for key in keys for path in tmp_path.rglob("*"))
     say(
         f"{len(keys)} keys with the same {len(names)} sessions and words, {turns} turns: {foreign} tokens cached of "

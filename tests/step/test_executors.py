@@ -8,7 +8,6 @@ it, agree up to rounding. What the library promises exactly, one layer or all, o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -29,7 +28,7 @@ from kvkeep.step import torch as plain
 from kvkeep.step.native import calls as native_calls
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
-from kvkeep.step.plan import Destination, LayerStep, Segment, Span
+from kvkeep.step.plan import Destination, JoinedSpans, LayerStep, Segment, Span
 
 pytestmark = pytest.mark.usefixtures("kernels")
 PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova", "h2o+quantize:8", "kvzip")
@@ -74,17 +73,23 @@ class Copies:
         return replace(part, **{name: self.of(one) for name, one in parts.items() if isinstance(one, Tensor)})
 
     def destination(self, one: Destination | None) -> Destination | None:
-        return None if one is None else replace(one, **{name: self.of(getattr(one, name)) for name in WRITTEN})
+        return None if one is None else one._replace(**{name: self.of(getattr(one, name)) for name in WRITTEN})
+
+    def span(self, one: Span) -> Span:
+        if isinstance(one.keys, JoinedSpans):
+            keys = JoinedSpans([self.span(part) for part in one.keys.spans])
+            return Span(keys, keys.values, one.start, one.stop)
+        return Span(self.coded(one.keys), self.coded(one.values), one.start, one.stop)
 
     def step(self, one: LayerStep) -> LayerStep:
         append = self.destination(one.append)
         assert append is not None
-        spans = [Span(self.coded(span.keys), self.coded(span.values), span.start, span.stop) for span in one.attend]
+        spans = [self.span(span) for span in one.attend]
         own: dict[str, Any] = {
             name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "seen", "received")
         }
         own |= {"evict": self.destination(one.evict), "others": [self.step(other) for other in one.others]}
-        return replace(one, append=append, attend=spans, compiled=None, **own)
+        return one._replace(append=append, attend=spans, **own)
 
 
 def assert_same_writes(one: LayerStep, other: LayerStep) -> None:
@@ -253,15 +258,14 @@ def test_lanes_of_a_token_may_have_different_entries() -> None:
     """Lanes 0 and 2 have 5 entries, lane 1 has 3; the other session has one step for all its lanes."""
     generator = torch.Generator().manual_seed(3)
 
-    def part(first: int, lanes: int, rows: int) -> LayerStep:
+    def part(first: int, lanes: int, rows: int, reduce: str = "", others: Sequence[LayerStep] = ()) -> LayerStep:
         keys, values = (torch.randn(lanes, rows + 1, 8, generator=generator).bfloat16() for _ in "kv")
         slots = torch.arange(rows + 1, dtype=torch.int32).repeat(lanes, 1)
+        received = torch.empty(lanes, rows + 1) if reduce else None
         return LayerStep(Destination(keys, values, rows, slots), rows, attend=[Span(keys, values, 0, rows + 1)],
-                         first_lane=first)  # fmt: skip
+                         reduce=reduce, received=received, first_lane=first, others=others)  # fmt: skip
 
-    one, whole = part(0, 1, 5), part(0, 3, 4)
-    one.others = [part(1, 1, 3), part(2, 1, 5)]
-    whole.reduce, whole.received = "sum", torch.empty(3, 5)
+    one, whole = part(0, 1, 5, others=[part(1, 1, 3), part(2, 1, 5)]), part(0, 3, 4, "sum")
     others = [Copies().step(step) for step in (one, whole)]
     query = torch.randn(1, 6, 2, 8, generator=generator).bfloat16()
     key, value = torch.randn(2, 1, 3, 2, 8, generator=generator).bfloat16()
@@ -293,22 +297,20 @@ def test_a_query_does_not_see_an_empty_place() -> None:
     assert torch.equal(found, native.run([planned()], [0], query, key, value, 0.3))
     for lane in range(2):
         kept = (part[lane : lane + 1, seen[lane, :40]] for part in (keys, values))
-        alone = LayerStep(Destination(*(part.clone() for part in kept)))
-        alone.append.row = len(alone.append.keys[0]) - 1
-        alone.attend = [Span(alone.append.keys, alone.append.values, 0, alone.append.row + 1)]
+        own_keys, own_values = (part.clone() for part in kept)
+        rows = own_keys.shape[1]
+        alone = LayerStep(Destination(own_keys, own_values, rows - 1), attend=[Span(own_keys, own_values, 0, rows)])
         of_lane = query[:, 2 * lane : 2 * lane + 2], key[:, lane : lane + 1], value[:, lane : lane + 1]
         wanted = plain.run([alone], [0], *of_lane, 0.3)
         assert_near(found[:, :, 2 * lane : 2 * lane + 2], wanted, [values])
 
 
-def test_a_step_that_was_compiled_follows_its_changes() -> None:
-    """Parts change the row, the spans and the destination of a step from token to token, and keep the objects."""
+def test_tensors_that_were_compiled_serve_later_steps() -> None:
+    """Rows and spans differ from token to token, and the tensors stay."""
     keys, values = torch.randn(2, 9, 8).bfloat16(), torch.randn(2, 9, 8).bfloat16()
-    span = Span(keys, values, 0, 0)
-    one = LayerStep(Destination(keys, values), attend=[span])
     for row in (0, 1, 2, 5, 3):
-        one.append.row, span.start, span.stop, one.slot = row, max(0, row - 2), row + 1, row
-        other = Copies().step(copy.copy(one))
+        one = LayerStep(Destination(keys, values, row), row, attend=[Span(keys, values, max(0, row - 2), row + 1)])
+        other = Copies().step(one)
         query, key, value = torch.randn(1, 4, 1, 8).bfloat16(), *torch.randn(2, 1, 2, 1, 8).bfloat16()
         found = native.run([one], [0], query, key, value, 0.3)
         assert_near(found, plain.run([other], [0], query, key, value, 0.3), [values])

@@ -27,7 +27,7 @@ def site(kv_heads: int, dim: int, entries: int) -> Site:
     model = tiny("llama")
     own, whole = LayerGeometry(0, "full", kv_heads, dim, dim, None, 0), ModelGeometry.from_config(model.config)
     ledger, device = Ledger(), torch.device("cpu")
-    return Site(own, whole, model, entries, (entries,), False, 512, 1, True, ledger, Meter(), device, None)
+    return Site(own, whole, model, entries, (entries,), 1, True, ledger, Meter(), device, None)
 
 
 def layer_of(selector: Selector, fate: Fate, kv_heads: int, dim: int, entries: int, store: Any = None) -> Layer:

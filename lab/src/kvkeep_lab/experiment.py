@@ -17,6 +17,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PlainSeria
 
 from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.cell import Cell
+from kvkeep_lab.experiments import check_name, packaged
 from kvkeep_lab.paper import STRICT, Claim, ComparedPaper, Text
 from kvkeep_lab.reading import takes
 from kvkeep_lab.store import ResultFile, TaskRecord
@@ -166,9 +167,10 @@ class Experiment(ExperimentBase):
         """Return the source files. Raises UsageError if files or packages are missing."""
         for module, package in self.task.packages.items():
             if find_spec(module) is None:
-                extra = "kvkeep[lab]" if self.task.extra == "lab" else f"kvkeep-lab[{self.task.extra}]"
+                extra = "" if self.task.extra == "lab" else f"[{self.task.extra}]"
                 raise UsageError(
-                    f"'{self.task.name}' needs the package '{package}', which is missing: pip install '{extra}'."
+                    f"'{self.task.name}' needs the package '{package}', which is missing: "
+                    f"pip install './lab{extra}' in a clone of kvkeep."
                 )
         return super().sources(data)
 
@@ -237,12 +239,6 @@ class StudyExperiment(ExperimentBase):
         yield {}
 
 
-def packaged() -> list[str]:
-    """Return the names of the packaged experiments."""
-    folder = resources.files("kvkeep_lab").joinpath("experiments")
-    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
-
-
 def load_experiment(name: str) -> Experiment | StudyExperiment:
     """Return a packaged experiment by its name, or an experiment from a file by its path. The file has a ``[task]`` or
     a ``[study]``.
@@ -250,16 +246,15 @@ def load_experiment(name: str) -> Experiment | StudyExperiment:
     Raises UsageError with a sentence about the first error in the experiment or its smoke version.
     """
     path = Path(name)
+    check_name(name)
     if name in packaged():
         text, where = resources.files("kvkeep_lab").joinpath(f"experiments/{name}.toml").read_text("utf-8"), name
-    elif path.suffix == ".toml":
+    else:
         try:
             text, where = path.read_text("utf-8-sig"), str(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise UsageError(f"The experiment '{name}' cannot be read: {reason.lower()}.") from error
-    else:
-        raise unknown("experiment", name, packaged())
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -28,7 +28,7 @@ def check_figure(path: FilePath) -> None:
     if target.suffix.lower() not in FORMATS:
         raise UsageError(f"The figure '{target}' has to end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
     if find_spec("matplotlib") is None:
-        raise UsageError("Figures are drawn with matplotlib, which is missing: pip install 'kvkeep[lab]'.")
+        raise UsageError("Figures are drawn with matplotlib, which is missing: pip install ./lab in a clone of kvkeep.")
     if not target.parent.is_dir():
         raise StoreError(f"The figure '{target}' cannot be written: there is no folder '{target.parent}'.")
     if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):

@@ -24,7 +24,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
     from tqdm import tqdm
 except ImportError as error:
-    raise UsageError("lm-evaluation-harness is missing (pip install 'kvkeep-lab[harness]').") from error
+    raise UsageError("lm-evaluation-harness is missing (pip install './lab[harness]' in a clone of kvkeep).") from error
 
 Request = tuple[Any, list[int], list[int]]
 """The texts (if given), and the tokens of a context and of its continuation."""

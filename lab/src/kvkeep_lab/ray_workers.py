@@ -16,7 +16,6 @@ from typing import Any
 
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.folders import cache_folder, scratch
-from kvkeep.ray_cluster import connected
 from kvkeep_lab.store import ResultFile
 from kvkeep_lab.workers import POLL, WorkerJob, packed, unpacked
 
@@ -34,9 +33,13 @@ def work_on_ray(job: WorkerJob, store: ResultFile, address: str, poll: Callable[
     """
     try:
         import ray
+        from kvkeep_cluster.ray_cluster import connected
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     except ImportError as error:
-        raise UsageError("--ray needs the package 'ray', which is missing: pip install 'kvkeep-lab[ray]'.") from error
+        raise UsageError(
+            f"--ray needs the package '{error.name}', which is missing: pip install ./connectors/cluster (in a clone "
+            "of the repository)."
+        ) from error
     files = _contents(job.sources)
     size = sum(map(len, files.values()))
     available = max(os.cpu_count() or 1, job.workers)

@@ -256,8 +256,16 @@ def _free(
         away=mean(recall, "away"),
         recalled=mean(recall, "recalled"),
         left_out=max((layer.worst for layer in recall), default=None),
-        merges=cache.merges() if isinstance(cache, KeepCache) else (0, 0),
+        merges=merges(cache),
     )
+
+
+def merges(cache: Any) -> tuple[int, int]:
+    """Return the number of merged pairs over all layers and heads, and the number of those with a clamped key weight,
+    because its formula had no value or one outside [0, 1]. Both are 0 for methods that merge no pairs."""
+    layers = cache.stream.bounded if isinstance(cache, KeepCache) and cache.stream.streams else []
+    merged = [store.merged() for layer in layers if (store := layer.evicted.neighbours) is not None]
+    return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)
 
 
 def _forced(row: ReferenceRow, judged: Sequence[Position]) -> ReferenceRow:
@@ -340,5 +348,5 @@ class ReferenceAnswer:
         cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
         if isinstance(cache, KeepCache):
             prompt = self.ids.shape[1]
-            cache.stream.on_progress = lambda done: report(self.work(done, 0)) if done < prompt else None
+            cache.stream.record.tell(lambda done: report(self.work(done, 0)) if done < prompt else None)
         return cache

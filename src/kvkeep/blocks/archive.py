@@ -1,24 +1,20 @@
-"""A session in one file, to be taken to another machine: a tar with its blocks, and its reference at the end.
+"""A session in one file, to be taken to another machine: its reference, its blocks, and a digest of all of it.
 
-The last member has the data of the reference, the number of saves, and the keys of the blocks before it. So a file that
-was cut is noticed. Only files that are laid out as :func:`export` lays them out are read: plain members of tar's format
-USTAR, without extensions, links or holes. Names and modes of members say nothing about where an import writes.
+A file begins with :data:`HEAD` (magic, and the bytes of the reference). The blocks follow as in the store, by name.
+Nothing in a file says where an import writes.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import re
-import stat
-import tarfile
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from kvkeep.blocks.block_file import length_of, parse
+from kvkeep.blocks.block_file import described, parse
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.header import checked
 from kvkeep.blocks.names import session_key
@@ -35,25 +31,28 @@ from kvkeep.errors import (
     reason_of,
 )
 from kvkeep.files import write_whole
+from kvkeep.private_files import open_file
 from kvkeep.units import size
 
-FORMAT = 2
-_REFERENCE = "session"
-_NAME = re.compile(rb"([0-9a-fx][0-9a-f]{31}|session)\0+")
-_SIZE = re.compile(rb"[0-7]{11}\0")
-_CHECKSUM = re.compile(rb"[0-7]{6}\0 ")
+MAGIC = b"kvsess03"
+HEAD = struct.Struct("<8sQ")
+"""Magic, and the bytes of the reference."""
+_DIGEST_BYTES = 32
+_PIECE_BYTES = 2**20
+_TAR = b"ustar", 257
+"""What earlier versions wrote has this, at this place."""
 
 
 class _Found(NamedTuple):
-    """What an archive has, after all checks."""
+    """What a file has, after all checks."""
 
     about: dict[str, Any]
     """The data of the reference."""
     saves: int
-    digests: dict[str, bytes]
-    """A digest of each member, by name, in order."""
+    blocks: int
+    """The number of blocks."""
     bytes: int
-    """Bytes of all blocks."""
+    """Their bytes."""
 
 
 def export(store: Store, name: str, target: Path) -> int:
@@ -61,34 +60,35 @@ def export(store: Store, name: str, target: Path) -> int:
     left out. Raises SessionError, and UsageError if there is a file."""
     if os.path.lexists(target):
         raise UsageError(f"There is already something at '{target}'; name another file.")
-    with store.read(name) as reference:
-        found = list[str]()
+    reference, written = store.read(name), 0
     try:
         about = checked(reference.about)
     except (SessionDamaged, SessionVersion) as error:
         raise type(error)(f"The session '{name}' cannot be exported: {error}") from error
 
     def write(file: IO[bytes]) -> None:
-        found.clear()
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for key in sorted(keys_of(about)):
-                if (content := _content(store, BlockName(store.space(name), key))) is not None:
-                    _add(tar, key, content)
-                    found.append(key)
-            _add(
-                tar,
-                _REFERENCE,
-                encode({"format": FORMAT, "saves": reference.saves, "about": about, "blocks": found}),
-            )
-        with store.read(name) as again:
-            if again.mark != reference.mark:  # its blocks may be gone
-                raise SessionError(f"The session '{name}' was changed while it was exported; repeat the command.")
+        nonlocal written
+        head, digest = encode({"saves": reference.saves, "about": about}), blake2b(digest_size=_DIGEST_BYTES)
+        written = 0
+
+        def put(part: bytes | bytearray) -> None:
+            file.write(part)
+            digest.update(part)
+
+        put(HEAD.pack(MAGIC, len(head)) + head)
+        for key in sorted(keys_of(about)):
+            if (content := _content(store, BlockName(store.space(name), key))) is not None:
+                put(content)
+                written += 1
+        file.write(digest.digest())
+        if store.read(name).mark != reference.mark:  # its blocks may be gone
+            raise SessionError(f"The session '{name}' was changed while it was exported; repeat the command.")
 
     try:
         write_whole(target, write, private=True)
     except OSError as error:
         raise SessionError(f"The file '{target}' cannot be written: {reason_of(error)}.") from error
-    return len(keys_of(about)) - len(found)
+    return len(keys_of(about)) - written
 
 
 def add(source: Path, store: Store, name: str) -> int:
@@ -110,87 +110,64 @@ def add(source: Path, store: Store, name: str) -> int:
                 state = session_key()
             written = list[BlockName]()
             try:
-                for key, content in _same_members(file, length, found.digests):
+                for key, content in _blocks(file, length, about):
                     block = BlockName(space, state if key == about["state"] else key)
-                    if key != _REFERENCE and not store.blocks.size(block):
+                    if not store.blocks.size(block):
                         written.append(block)
                         store.blocks.write(block, parse(content, key))
                 reference.saves = found.saves - 1
                 reference.commit(about | {"state": state})
             except BaseException:
+                reference.discard()
                 for block in written:
                     store.blocks.remove(block)
                 raise
-    return len(keys_of(about)) - len(found.digests) + 1
+    return len(keys_of(about)) - found.blocks
 
 
 def _checked(file: BinaryIO, length: int) -> _Found:
-    """Return what an archive has, after comparing all checksums and names."""
-    digests, total, header = dict[str, bytes](), 0, dict[str, Any]()
-    for key, content in _members(file, length):
-        if header or key in digests:
-            raise ValueError("a further member")
-        digests[key] = blake2b(content).digest()
-        if key == _REFERENCE:
-            header, _ = decode(bytes(content))
-        else:
-            parse(content, key)
-            total += len(content)
-    if header["format"] != FORMAT:
-        raise SessionDamaged("it is of another version of kvkeep.")
-    about, saves = checked(header["about"]), header["saves"]
+    """Return what a file has, after comparing all checksums and names."""
+    header, digest = _header(file, length), blake2b(digest_size=_DIGEST_BYTES)
+    file.seek(0)
+    for place in range(0, length - _DIGEST_BYTES, _PIECE_BYTES):
+        digest.update(_read(file, min(_PIECE_BYTES, length - _DIGEST_BYTES - place)))
+    if _read(file, _DIGEST_BYTES) != digest.digest():
+        raise ValueError("another digest")
+    about, saves, count, total = checked(header["about"]), header["saves"], 0, 0
     if type(saves) is not int or not 0 < saves <= MAX_GENERATION:
         raise ValueError("a number of saves")
-    if [*digests][:-1] != header["blocks"] or not {*header["blocks"]} <= keys_of(about):
-        raise ValueError("names of blocks")
-    return _Found(about, saves, digests, total)
+    for key, content in _blocks(file, length, about):
+        parse(content, key)
+        count, total = count + 1, total + len(content)
+    return _Found(about, saves, count, total)
 
 
-def _same_members(file: BinaryIO, length: int, digests: dict[str, bytes]) -> Iterator[tuple[str, bytearray]]:
-    """Yield the members of an archive a second time. Raises SessionError if they are others than at first."""
-    for key, content in _members(file, length):
-        if blake2b(content).digest() != digests.get(key):
-            raise SessionError("The file was changed while it was imported; repeat the command.")
-        yield key, content
-
-
-def _members(file: BinaryIO, length: int) -> Iterator[tuple[str, bytearray]]:
-    """Yield name and content of each member of an archive of ``length`` bytes. Raises ValueError for another layout
-    than tarfile writes."""
-    place = 0
+def _header(file: BinaryIO, length: int) -> dict[str, Any]:
+    """Return the data of the reference; leave ``file`` at the first block."""
     file.seek(0)
-    while any(header := _read(file, tarfile.BLOCKSIZE)):
-        name, count = _described(header)
-        place += tarfile.BLOCKSIZE
-        after = place + count + -count % tarfile.BLOCKSIZE
-        if after > length or (name == _REFERENCE and count > MAX_BYTES):
-            raise ValueError("a size")
-        if name != _REFERENCE:  # before memory is taken for it
-            if length_of(file) != count:
-                raise ValueError("a block of another size")
-            file.seek(place)
-        content = _read(file, count)
-        if any(_read(file, after - place - count)):
-            raise ValueError("something between members")
-        yield name, content
-        place = after
-    end = place + 2 * tarfile.BLOCKSIZE
-    if length != end + -end % tarfile.RECORDSIZE or any(file.read(tarfile.RECORDSIZE)):
-        raise ValueError("something after the members")
+    magic, count = HEAD.unpack(_read(file, HEAD.size))
+    if magic != MAGIC:
+        file.seek(_TAR[1])
+        if magic[:6] == MAGIC[:6] or file.read(len(_TAR[0])) == _TAR[0]:
+            raise SessionVersion("it is of another version of kvkeep; import it with that version.")
+        raise ValueError("another magic")
+    if count > min(MAX_BYTES, length):
+        raise ValueError("a size")
+    return decode(bytes(_read(file, count)))[0]
 
 
-def _described(header: bytes | bytearray) -> tuple[str, int]:
-    """Return the name and the bytes of a member. Raises ValueError for another header than those of :func:`export`."""
-    name, count, check = _NAME.fullmatch(header[:100]), _SIZE.fullmatch(header[124:136]), header[148:156]
-    if not (name and count and _CHECKSUM.fullmatch(check)):
-        raise ValueError("a header")
-    if sum(header) - sum(check) + len(check) * ord(" ") != int(check[:6], 8):
-        raise ValueError("a checksum")
-    if header[156:157] != tarfile.REGTYPE or any(header[157:257]) or header[257:265] != b"ustar\x0000":
-        raise ValueError("another kind of member")
-    if any(header[345:]):
-        raise ValueError("a prefix")
-    return name[1].decode(), int(count[0][:-1], 8)
+def _blocks(file: BinaryIO, length: int, about: dict[str, Any]) -> Iterator[tuple[str, bytearray]]:
+    """Yield name and content of each block: in order, and none but those of the reference."""
+    _header(file, length)
+    keys, last, place = keys_of(about), "", file.tell()
+    while place < length - _DIGEST_BYTES:
+        name, count = described(file)
+        if place + count > length - _DIGEST_BYTES or name not in keys or name <= last:
+            raise ValueError("another block")
+        file.seek(place)
+        yield name, _read(file, count)
+        last, place = name, place + count
+        file.seek(place)
 
 
 def _read(file: BinaryIO, count: int) -> bytearray:
@@ -202,17 +179,11 @@ def _read(file: BinaryIO, count: int) -> bytearray:
 
 @contextmanager
 def _opened(source: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open an archive, not waiting for one; yield it and its bytes. Raises SessionError and OSError."""
-    try:
-        handle = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise SessionError(f"There is no file '{source}'.") from error
-    facts = os.fstat(handle)
-    if not stat.S_ISREG(facts.st_mode):
-        os.close(handle)
+    """Open a file that is there, and yield it and its bytes. Raises SessionError and OSError."""
+    if not source.is_file():  # opening a pipe would wait
         raise SessionError(f"There is no file '{source}'.")
-    with os.fdopen(handle, "rb") as file:
-        yield file, facts.st_size
+    with source.open("rb") as file:
+        yield file, os.fstat(file.fileno()).st_size
 
 
 @contextmanager
@@ -237,16 +208,10 @@ def _explaining(source: Path) -> Iterator[None]:
         raise SessionError(f"The file '{source}' cannot be read: {reason_of(error)}.") from error
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes | bytearray) -> None:
-    member = tarfile.TarInfo(name)
-    member.size, member.mode = len(content), 0o600
-    tar.addfile(member, io.BytesIO(content))
-
-
 def _content(store: Store, block: BlockName) -> bytearray | None:
     """Return the content of a block's file; None if it is missing or damaged."""
-    with suppress(OSError, StoreError):
-        content = store.blocks.content(block)
+    with suppress(OSError, StoreError), os.fdopen(open_file(store.blocks.path(block)), "rb") as file:
+        content = bytearray(file.read())
         parse(content, block.key)
         return content
     return None

@@ -47,15 +47,14 @@ def watch(cache: KeepCache, *places: int) -> None:
     (:func:`kvkeep.transfer.rewind`). Kept are the last end, and the last one before each of ``places``, at most two
     numbers of tokens. Other caches need nothing of this."""
     if cache.stream.moving and begins(cache):
-        cache.stream.on_block = partial(_keep_end, cache, places)
+        cache.stream.record.tell(on_block=partial(_keep_end, cache, places))
 
 
 def _keep_end(cache: KeepCache, places: Sequence[int], length: int) -> None:
-    ends = cache.stream.block_ends
+    ends = {**cache.stream.record.block_ends}
     ends[length] = {name: tensor.clone() for name, tensor in transfer.last_token_state(cache).items()}
     last = {max((end for end in ends if end <= place), default=0) for place in (*places, length)}
-    for end in set(ends) - last:
-        del ends[end]
+    cache.stream.record.keep_block_ends({end: state for end, state in ends.items() if end in last})
 
 
 def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int]) -> list[BlockName]:
@@ -159,7 +158,7 @@ def keep(
         if stop():
             return
         write(folder, names[number : number + 1], text, [ids], number)
-    for length, state in cache.stream.block_ends.items():
+    for length, state in cache.stream.record.block_ends.items():
         if length <= len(names) * BLOCK:
             folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state)
     if len(names) == len(keys) and not stop() and (tail := text.tail()):

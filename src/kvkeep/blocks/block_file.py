@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from kvkeep.errors import BlockDamaged, BlockVersion, ran_out_of_memory
 from kvkeep.memory.places import Place
+from kvkeep.private_files import open_file
 
 MAGIC = b"kvblock3"
 _OTHER_VERSION = re.compile(rb"kvblock[0-9]")
@@ -79,13 +79,10 @@ def checksum(data: Content) -> int:
 def read(path: Path, home: Place) -> Content:
     """Return the content of a block's file, in new memory of ``home``, which maps. Raises OSError if the file cannot be
     read, StoreError if there is no memory for it, and BlockDamaged for a file that is none of kvkeep's."""
-    with open(path, "rb", opener=_open_nonblocking) as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise BlockDamaged("is no regular file")
-        length = length_of(file)
-        if length != facts.st_size:
-            raise BlockDamaged("is truncated" if length > facts.st_size else "is longer than was written")
+    with os.fdopen(open_file(path), "rb") as file:
+        there, (_, length) = os.fstat(file.fileno()).st_size, described(file)
+        if length != there:
+            raise BlockDamaged("is truncated" if length > there else "is longer than was written")
         content: Content = home.allocate((length,), torch.uint8).numpy()
         file.seek(0)
         if file.readinto(content.data) != length:
@@ -106,12 +103,12 @@ def parse(content: Content | bytearray, name: str) -> dict[str, Tensor]:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
 
-def length_of(file: BinaryIO) -> int:
-    """Return the bytes that a block's file should have; ``file`` is at its beginning. Raises BlockDamaged, and
-    BlockVersion."""
+def described(file: BinaryIO) -> tuple[str, int]:
+    """Return the name of a block, and the bytes that its file should have; ``file`` is at its beginning. Raises
+    BlockDamaged, and BlockVersion."""
     about, start = _description(file.read(HEADER.size), file.read)
     try:
-        return start + int(about["bytes"])
+        return str(about["name"]), start + int(about["bytes"])
     except (LookupError, ValueError, TypeError, OverflowError) as error:
         raise BlockDamaged("has another description than kvkeep writes") from error
 
@@ -156,8 +153,3 @@ def _described(content: Content, about: Any, name: str, start: int) -> dict[str,
 
 def _up(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file, but not through a link, and without waiting, as opening a pipe of that name would."""
-    return os.open(path, flags | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_CLOEXEC", "O_NOFOLLOW")))

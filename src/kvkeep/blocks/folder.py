@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
-from kvkeep.files import is_temporary, sync_name, write_whole
+from kvkeep.files import sync_name, write_whole
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.private_files import as_file, check_kind, is_file, kind_of, make_folder, open_file, wait_for_lock
+from kvkeep.private_files import as_file, check_kind, is_file, make_folder, wait_for_lock
 
 SUFFIX = ".block"
 LEDGER = "bytes"
@@ -115,16 +115,6 @@ class BlockFolder:
         self._in_memory[name, home.name] = content
         return tensors
 
-    def content(self, name: BlockName) -> bytearray:
-        """Return the bytes of a block's file. Raises OSError."""
-        with as_file(open_file(self.path(name)), "r") as file:
-            return bytearray(file.read())
-
-    def check(self, name: BlockName) -> int:
-        """Read a block and return its bytes. Raises as :meth:`read`."""
-        self.read(name)
-        return self.size(name)
-
     def read_first(
         self, names: Sequence[BlockName], home: Place = MEMORY
     ) -> tuple[list[dict[str, Tensor]], StoreError | None]:
@@ -193,12 +183,6 @@ class BlockFolder:
         paths = [Path(path) for used, _, path in self._by_use() if used < until]
         return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
 
-    def clear(self, space: str) -> None:
-        """Remove all blocks of a namespace and of the namespaces within it."""
-        for name in self.names():
-            if name.space == space or name.space.startswith(f"{space}/"):
-                self.remove(name)
-
     def remove_folder(self) -> None:
         """Remove all blocks, and the folder unless it has other files. Raises OSError."""
         for path in [*map(Path, self._paths()), self.folder / LEDGER]:
@@ -264,25 +248,6 @@ class BlockFolder:
         """Return whether ``folder`` is that of the block ``key`` of some namespace."""
         *space, start = os.path.relpath(folder, self.folder).split(os.sep)
         return bool(space) and start == key[:2]
-
-    def foreign(self) -> Iterator[tuple[str, str]]:
-        """Yield path and kind of what is in the folder and none of kvkeep's. Raises OSError."""
-        if (kind := kind_of(self.folder)) not in (None, "a folder"):
-            yield str(self.folder), str(kind)
-            return
-        for folder, folders, files in os.walk(self.folder):
-            for name in (*folders, *files):
-                path = os.path.join(folder, name)
-                key, suffix = os.path.splitext(name)
-                kind = kind_of(path)
-                if kind == "a folder":
-                    ours = suffix != SUFFIX
-                else:
-                    block = suffix == SUFFIX and _KEY.fullmatch(key) and self._is_place(folder, key)
-                    ledger = name == LEDGER and folder == str(self.folder)
-                    ours = kind is None or (kind == "a file" and bool(block or ledger or is_temporary(name)))
-                if not ours:
-                    yield path, str(kind)
 
     def _known_total(self, ledger: IO[bytes]) -> int | None:
         """Return the total in the ledger; None if this program has not counted since the ledger was made: an earlier

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MARKER = "kvkeep-store"
 VERSION = 1
-FOLDERS = ("blocks", "sessions", "buckets")
+FOLDERS = ("blocks", "sessions")
 """The names of the folders in a store."""
 _OF_DISKS = ("lost+found",)
 """What the root folder of a disk has."""
@@ -44,21 +44,25 @@ class MarkedFolder:
         """Raise UsageError unless the folder is a store of this version, or a new one can be created there; and
         SessionUnwritable if it was one."""
         try:
-            if self._marker is None or self._marker_there() != self._marker:
-                self._check()
-            self._check_folders()
+            try:
+                if self._marker is None or self._marker_there() != self._marker:
+                    self._check()
+                for name in FOLDERS:
+                    check_kind(self.folder / name, "a folder")
+            except OSError as error:
+                raise UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.") from error
         except UsageError as error:
             if self._marker is None:
                 raise
             raise SessionUnwritable(str(error)) from error
 
     def _check(self) -> None:
+        """Raise UsageError and OSError."""
         folder = self.folder.absolute()
         if "\0" in str(folder):
             raise UsageError("A path cannot have a NUL character; name another folder.")
         try:
             found = os.listdir(folder)
-            version = _version(folder / MARKER) if MARKER in found else None
         except (FileNotFoundError, NotADirectoryError) as error:
             there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
             if not there.is_dir():
@@ -67,27 +71,19 @@ class MarkedFolder:
                     "another."
                 ) from error
             return
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if version is None and not self._is_new([name for name in found if not is_ours(name)]):
-            raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
-        if version not in (None, str(VERSION)):
+        if MARKER not in found:
+            if not self._is_new([name for name in found if name not in _OF_DISKS and not is_temporary(name)]):
+                raise UsageError(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
+            return
+        version = read_file(folder / MARKER, 1000).decode(errors="replace").strip()
+        if version != str(VERSION):
             raise UsageError(
                 f"'{self.folder}' is of another version of kvkeep ({version[:20]}; this one reads {VERSION}); name "
                 "another folder."
             )
-        if version is not None:
-            if opened := close_to_others(folder):
-                log.warning("The folder '%s' %s.", self.folder, opened)
-            self._note_marker()
-
-    def _check_folders(self) -> None:
-        """Raise UsageError unless the folders in the store's are folders, and no links."""
-        try:
-            for name in FOLDERS:
-                check_kind(self.folder / name, "a folder")
-        except OSError as error:
-            raise self._unreadable(error) from error
+        if opened := close_to_others(folder):
+            log.warning("The folder '%s' %s.", self.folder, opened)
+        self._note_marker()
 
     def _is_new(self, found: Sequence[str]) -> bool:
         """Return whether a folder without a version and with other entries ``found`` can become a store: it is empty,
@@ -96,17 +92,14 @@ class MarkedFolder:
         return not found or ({*found} <= {*FOLDERS} and (self._marker is not None or is_file(ledger)))
 
     def _marker_there(self) -> Marker | None:
-        """Return what tells this store from another one; None if there is none. Raises UsageError."""
+        """Return what tells this store from another one; None if there is none. Raises OSError."""
         try:
             facts = os.lstat(self.folder / MARKER)
-        except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) in (*GONE, None):
+        except OSError as error:
+            if error.errno in GONE:
                 return None
-            raise self._unreadable(error) from error
+            raise
         return facts.st_dev, facts.st_ino, facts.st_mtime_ns
-
-    def _unreadable(self, error: Exception) -> UsageError:
-        return UsageError(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.")
 
     def _note_marker(self) -> None:
         """Remember the store that is there. If there was another one, say so."""
@@ -142,14 +135,3 @@ class MarkedFolder:
             self._note_marker()
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        except UsageError as error:
-            raise SessionUnwritable(str(error)) from error
-
-
-def _version(marker: Path) -> str:
-    return read_file(marker, 1000).decode(errors="replace").strip()
-
-
-def is_ours(name: str) -> bool:
-    """Return whether a name in a store's folder is that of a file that kvkeep writes, or a disk has."""
-    return name == MARKER or name in _OF_DISKS or is_temporary(name)

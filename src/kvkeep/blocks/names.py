@@ -30,7 +30,7 @@ _DIGEST_BYTES = 16
 def origin(cache: KeepCache, forms: Forms) -> bytes | None:
     """Return the digest that the first block of a text follows; None if the entries of ``cache`` depend on more than
     its token ids. forms: those of the rows of a block."""
-    if cache.exactness is not Exactness.EXACT or not cache.stream.plain or cache.rows > 1:
+    if cache.exactness is not Exactness.EXACT or not cache.stream.record.plain or cache.rows > 1:
         return None
     rows = sorted((name, *shape, str(dtype)) for name, (shape, dtype) in forms.items())
     facts = (fingerprint(cache.model), _computed_by(cache), *rows)

@@ -1,9 +1,7 @@
 """References: small files that name a session's blocks.
 
 A session is a folder of numbered files, its generations; the highest number counts. A file is JSON with a checksum, and
-is never changed. A writer creates the next number, and fails if that number exists: then another program has continued
-the session, and its turn counts. This needs no locks, so it also holds between machines that share a folder. On one
-machine a lock tells a second program earlier that the session is in use.
+is never changed. A writer locks the folder, writes the next number as a whole, and then removes the earlier ones.
 
 Somebody may remove the folder of an open session, or put a backup in its place. The writer notices before its next
 save, takes the lock of the folder that is there, and its session counts: no program can have continued it meanwhile.
@@ -16,61 +14,159 @@ import errno
 import json
 import os
 import re
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
 from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, SessionVersion, reason_of
-from kvkeep.files import create_new, is_temporary, lock, sync_name, temporary_name
-from kvkeep.private_files import check_kind, holds, is_file, keep_lock, kind_of, make_folder, open_lock, read_file
+from kvkeep.files import is_temporary, lock, sync_name, write_whole
+from kvkeep.private_files import check_kind, holds, is_file, is_folder, make_folder, read_file, wait_for_lock
 
 LOCK = "lock"
 _GENERATION = ".json"
-_SHARED = ".shared"
+SHARED = ".shared"
+"""The suffix of files by which earlier versions noted that a fork has the block of this name, too."""
 _FOLDER = "folder"
 _CHECK_BYTES = 16
 MAX_BYTES = 2**28
 """The maximum bytes of a reference: of 30 million token ids."""
 MAX_GENERATION = 2**31 - 1
+PATIENCE_S = 0.1
+"""Seconds to wait for a lock: a program holds it for a moment to see whether a session is in use."""
 _NUMBER = re.compile(r"[1-9][0-9]{0,9}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LINKS_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class SessionFiles:
+    """The files of one session in the folder ``path``. A store elsewhere has a class with these methods, all of which
+    raise OSError.
+
+    root: the folder of the store; no folder below it may be a link.
+    """
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
+        self.path, self._root = path, root
+        self.lock: int | None = None
+        """The open file that is locked."""
+
+    @property
+    def name(self) -> str:
+        """The session's name in its files, so that the file of another session is refused: the last two parts of the
+        path."""
+        return "/".join(self.path.absolute().parts[-2:])
+
+    def exists(self) -> bool:
+        """Return whether there is a folder, and no link to one."""
+        return is_folder(self.path)
+
+    def generations(self) -> list[int]:
+        """Return the numbers of all generations in order."""
+        try:
+            found = [path for path in self.path.iterdir() if path.suffix == _GENERATION and is_file(path)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        numbers = [int(path.stem) for path in found if _NUMBER.fullmatch(path.stem)]
+        return sorted(number for number in numbers if number <= MAX_GENERATION)
+
+    def read(self, number: int) -> bytes:
+        """Return the content of a generation."""
+        return read_file(self._file(number), MAX_BYTES)
+
+    def write(self, number: int, data: bytes) -> None:
+        """Write a generation, as a whole or not at all."""
+        write_whole(self._file(number), lambda file: file.write(data), private=True)
+        sync_name(self._file(number))
+
+    def remove(self, number: int) -> None:
+        """Remove a generation, if it exists."""
+        self._file(number).unlink(missing_ok=True)
+
+    def hold(self) -> None:
+        """Lock the session for this program; create its folder if it is missing. Raises SessionBusy."""
+        for _ in range(100):
+            make_folder(self.path, self._root)
+            with suppress(FileNotFoundError):  # another program has removed it meanwhile
+                try:
+                    self.lock = wait_for_lock(self.path / LOCK, PATIENCE_S)
+                except BlockingIOError:
+                    raise SessionBusy(
+                        f"The session '{self.path}' is in use by another program; end that program, or name another "
+                        "session."
+                    ) from None
+                with suppress(OSError):
+                    os.utime(self.path / LOCK)
+                return
+        raise OSError(errno.EAGAIN, "it changes all the time")
+
+    def has_lock(self) -> bool:
+        """Return whether this program's lock is that of the folder that is there."""
+        return self.lock is not None and holds(self.lock, self.path / LOCK)
+
+    def release(self) -> None:
+        """Release the lock, if this program has it."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def in_use(self) -> bool:
+        """Return whether a program has the session open for writing."""
+        with suppress(OSError):
+            check_kind(self.path / LOCK)
+            with (self.path / LOCK).open("rb") as file:
+                return not lock(file.fileno(), shared=True)
+        return False
+
+    def used(self) -> float:
+        """Return the time of the last save or opening for writing, in seconds since 1970."""
+        times = []
+        for path in self.path.iterdir():
+            with suppress(FileNotFoundError):
+                if is_own(path):
+                    times.append(path.stat().st_mtime)
+        return max(times) if times else self.path.stat().st_mtime
+
+    def rename(self, target: SessionFiles) -> None:
+        """Give the session another name."""
+        self.path.rename(target.path)
+
+    def remove_all(self) -> None:
+        """Remove the folder: the highest generation first, so that no earlier one comes back; and the owner's, if it
+        is empty then. Files of others remain; then it raises OSError."""
+        with suppress(FileNotFoundError):
+            for number in reversed(self.generations()):
+                self.remove(number)
+            for path in [path for path in self.path.iterdir() if is_own(path)]:
+                path.unlink(missing_ok=True)
+            self.path.rmdir()
+        if self._root is not None and self.path.parent.parent != self._root:
+            with suppress(OSError):
+                self.path.parent.rmdir()
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number}{_GENERATION}"
 
 
 class Reference:
-    """The reference of one session in ``folder``.
+    """The reference of one session.
 
-    writing: open for writing, which creates a missing session; shared: other machines use the folder, so that no lock
-    is held; create: creates a file, as :func:`create_file`; root: no folder below it may be a link. Raises SessionError
-    if there is no such session, SessionDamaged if its bytes differ from those written, SessionVersion, SessionBusy if
-    another program writes, and SessionUnwritable.
+    writing: open for writing, which creates a missing session. Raises SessionError if there is no such session,
+    SessionDamaged if its bytes differ from those written, SessionVersion, SessionBusy if another program writes, and
+    SessionUnwritable.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        writing: bool = False,
-        shared: bool = False,
-        create: Callable[..., None] | None = None,
-        root: Path | None = None,
-    ) -> None:
-        self.folder, self.writing, self._shared, self._root = folder, writing, shared, root
+    def __init__(self, files: SessionFiles, *, writing: bool = False) -> None:
+        self.files, self.writing = files, writing
         self.about: dict[str, Any] | None = None
         """The saved data; None before the first save."""
         self.saves = 0
         """The number of saves."""
         self.mark = ""
         """The unique mark of the last save."""
-        self._before = (0, "")
-        """Number and mark of the generation that the next save follows; (0, "") if there is none."""
-        self._lock: int | None = None
-        self._closed, self._create = False, create or create_file
         if writing:
-            self._open()
+            with self._writing():
+                files.hold()
         try:
             self._read()
         except BaseException:
@@ -85,206 +181,89 @@ class Reference:
 
     def close(self) -> None:
         """Release the session. A session without a save is removed."""
-        if self._closed:
-            return
-        self._closed = True
         try:
             with suppress(OSError, MemoryError):
-                if self.writing and self._in_place and not generations(self.folder):
-                    for path in self.folder.iterdir():
-                        if path.name == LOCK or path.suffix == _SHARED:
-                            path.unlink(missing_ok=True)
-                    self.folder.rmdir()
+                if not self.saves and self.files.has_lock() and not self.files.generations():
+                    self.files.remove_all()
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
+            self.files.release()
 
     def commit(self, about: dict[str, Any]) -> None:
-        """Save ``about`` (plain types) as the next generation. Raises SessionBusy if another program has continued the
-        session, and SessionUnwritable; the previous generation then counts."""
-        data = encode(about | {_FOLDER: self._name})
-        try:
-            number = self._next()
-        except OSError as error:
-            raise unwritable(self.folder, error) from error
+        """Save ``about`` (plain types) as the next generation. Raises SessionBusy and SessionUnwritable; the previous
+        generation then counts."""
+        data, number = encode(about | {_FOLDER: self.files.name}), self.saves + 1
         if len(data) > MAX_BYTES or number > MAX_GENERATION:
             what = "its text is too long" if len(data) > MAX_BYTES else "it has too many saves"
-            raise SessionUnwritable(f"The session '{self.folder}' cannot be saved: {what}; start a new one.")
-        target = _file(self.folder, number)
-        try:
-            self._make_folder()
-            self._create(target, data, self._lock is not None)
-        except FileExistsError as error:
-            raise self._followed() from error
-        except OSError as error:
-            raise unwritable(self.folder, error) from error
-        try:
-            if self._overtaken(number):
-                raise self._followed()
-            self._take(number, data)
-        except (SessionBusy, MemoryError):  # a generation that this program does not know would look like another's
-            with suppress(OSError):
-                target.unlink()
-            raise
+            raise SessionUnwritable(f"The session '{self.files.path}' cannot be saved: {what}; start a new one.")
+        saved, mark = decode(data)  # a copy, made before the file is there
+        with self._writing():
+            self.files.write(number, data)
+        del saved[_FOLDER]
+        self.saves, self.about, self.mark = number, saved, mark
         with suppress(OSError):
-            for earlier in generations(self.folder):
+            for earlier in self.files.generations():
                 if earlier < number:
-                    _file(self.folder, earlier).unlink()
+                    self.files.remove(earlier)
 
     def renew(self, replaced: bool = False) -> bool:
         """Continue in the folder that is there, if that of this session was removed or replaced since it was opened or
         saved: take its lock, and follow an earlier generation, or none. replaced: it was, as the caller knows. Return
         whether it was. Raises SessionBusy if another program has or continued the session, and SessionUnwritable."""
-        had_lock = self._lock is not None  # it has none if the disk was read-only
-        try:
-            if stale := not self._in_place:
-                self._unlock()
-                self._open()
-            elif not replaced and (self._shared or max(generations(self.folder), default=0) == self._before[0]):
-                return False  # where others may remove it, the removal counts
-            number, data = newest(self.folder)
-        except OSError as error:
-            raise unwritable(self.folder, error) from error
+        had_lock = self.files.lock is not None  # it has none if the disk was read-only
+        with self._writing():
+            if moved := not self.files.has_lock():
+                self.files.release()
+                self.files.hold()
+            elif not replaced and max(self.files.generations(), default=0) == self.saves:
+                return False
+            number, data = newest(self.files)
         found = (number, _mark(data))
         if number > self.saves or (number == self.saves and found != (number, self.mark)):
-            raise self._followed()
-        renewed, self._before = (stale and had_lock) or found != self._before, found
-        return renewed
+            raise SessionBusy(
+                f"The session '{self.files.path}' was continued by another program, so this turn is not saved; open it "
+                "again to continue from what that program saved."
+            )
+        return (moved and had_lock) or number != self.saves
 
     def discard(self) -> None:
-        """Remove the last save, which this program made. Those of other programs remain."""
-        if self.mark:
-            with suppress(OSError):
-                _file(self.folder, self.saves).unlink(missing_ok=True)
-
-    def share(self, key: str) -> None:
-        """Note that another session is given the block ``key``, the state of a save. Raises SessionUnwritable."""
-        try:
-            with suppress(FileExistsError):
-                self._create(self.folder / f"{key}{_SHARED}", b"", False)
-        except OSError as error:
-            raise unwritable(self.folder, error) from error
-
-    def unshare(self, key: str) -> bool:
-        """Remove the note of :meth:`share`; return whether there was one, or whether that is unknown."""
-        try:
-            notes = [path for path in self.folder.iterdir() if path.name == f"{key}{_SHARED}"]
-            for path in notes:
-                path.unlink(missing_ok=True)
-        except OSError:
-            return True
-        return bool(notes)
-
-    @property
-    def _in_place(self) -> bool:
-        """Whether the lock, if one is needed, is that of the folder that is there. Raises OSError."""
-        return self._shared or (self._lock is not None and holds(self._lock, self.folder / LOCK))
-
-    def _open(self) -> None:
-        try:
-            if self._shared:
-                return self._make_folder()
-            for _ in range(100):
-                self._lock = self._locked()
-                if self._lock is not None:
-                    return None
-            raise OSError(errno.EAGAIN, "it changes all the time")
-        except OSError as error:
-            raise unwritable(self.folder, error) from error
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _make_folder(self) -> None:
-        if isinstance(self.folder, Path):
-            make_folder(self.folder, self._root)
-        else:  # of a bucket
-            self.folder.mkdir()
-
-    def _next(self) -> int:
-        """Return the number of the next generation; those that something else has for a name are left out."""
-        number = self.saves + 1
-        while isinstance(self.folder, Path) and kind_of(_file(self.folder, number)) not in (None, "a file"):
-            number += 1
-        return number
-
-    def _locked(self) -> int | None:
-        """Return the open file that is locked; None if another program has removed it meanwhile."""
-        path, until = self.folder / LOCK, time.monotonic() + 0.1
-        self._make_folder()
-        with suppress(FileNotFoundError):
-            handle = open_lock(path)
-            try:
-                while not lock(handle):  # another process may hold it for a moment to see whether the session is in use
-                    if time.monotonic() > until:
-                        raise SessionBusy(
-                            f"The session '{self.folder}' is in use by another program; end that program, or name "
-                            "another session."
-                        )
-                    time.sleep(0.02)
-                if keep_lock(handle, path):
-                    os.utime(path)
-                    return handle
-            except BaseException:
-                os.close(handle)
-                raise
-            os.close(handle)
-        return None
+        """Remove the only save of a session that this program has created."""
+        with suppress(OSError):
+            self.files.remove(self.saves)
+        self.saves, self.about, self.mark = 0, None, ""
 
     def _read(self) -> None:
         """Read the last generation."""
         try:
-            number, data = newest(self.folder)
+            number, data = newest(self.files)
         except OSError as error:
             kind = SessionDamaged if error.errno == errno.EFBIG else SessionUnwritable  # nor can it be written then
-            raise kind(f"The session '{self.folder}' cannot be read: {reason_of(error)}.") from error
-        if number:
-            self._take(number, data)
-        elif not self.writing:
-            raise SessionError(f"There is no session at '{self.folder}'.")
-
-    def _take(self, number: int, data: bytes) -> None:
-        """Be at a generation with the content ``data``. Raises SessionDamaged."""
+            raise kind(f"The session '{self.files.path}' cannot be read: {reason_of(error)}.") from error
+        if not number:
+            if not self.writing:
+                raise SessionError(f"There is no session at '{self.files.path}'.")
+            return
         try:
             about, mark = decode(data)
-            if about.get(_FOLDER, self._name) != self._name:
+            if about.get(_FOLDER, self.files.name) != self.files.name:
                 raise ValueError("of another session")
         except ValueError as error:
             raise SessionDamaged(
-                f"The session '{self.folder}' cannot be read: it is damaged; start a new one."
+                f"The session '{self.files.path}' cannot be read: it is damaged; start a new one."
             ) from error
         if about.pop(_FOLDER, None) is None:
             raise SessionVersion(
-                f"The session '{self.folder}' cannot be read: another version of kvkeep has saved it; use that "
+                f"The session '{self.files.path}' cannot be read: another version of kvkeep has saved it; use that "
                 "version, or name another session."
             )
         self.saves, self.about, self.mark = number, about, mark
-        self._before = number, mark
 
-    @property
-    def _name(self) -> str:
-        """The session's name, so that the file of another session is refused: the last two parts of the path."""
-        return "/".join(self.folder.absolute().parts[-2:])
-
-    def _overtaken(self, number: int) -> bool:
-        """Return whether another program has continued or removed the session since this one read or saved it; this one
-        has saved ``number``."""
-        with suppress(OSError):  # if that cannot be read, the number was free
-            found, (before, mark) = generations(self.folder), self._before
-            if max(found, default=0) > number:  # the number had been used
-                return True
-            if not before:  # it is new, whatever the number of its first save
-                return found != [number]
-            return before not in found or _mark(_content(_file(self.folder, before))) != mark
-        return False
-
-    def _followed(self) -> SessionBusy:
-        return SessionBusy(
-            f"The session '{self.folder}' was continued or removed by another program, so this turn is not saved; open "
-            "it again to continue from what that program saved."
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise OSError of the block as SessionUnwritable."""
+        try:
+            yield
+        except OSError as error:
+            raise unwritable(self.files.path, error) from error
 
 
 def encode(about: dict[str, Any]) -> bytes:
@@ -304,101 +283,25 @@ def decode(content: bytes) -> tuple[dict[str, Any], str]:
         raise ValueError("too deep, or no object") from error
 
 
-def generations(folder: Path) -> list[int]:
-    """Return the numbers of the generations in a session's folder, which may be missing. Raises OSError."""
-    try:
-        found = [path for path in folder.iterdir() if path.suffix == _GENERATION and _NUMBER.fullmatch(path.stem)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(number for number in (int(path.stem) for path in found if _is_file(path)) if number <= MAX_GENERATION)
-
-
-def newest(folder: Path) -> tuple[int, bytes]:
+def newest(files: SessionFiles) -> tuple[int, bytes]:
     """Return number and content of the last generation; (0, b"") if there is none. Raises OSError."""
     for _ in range(9):  # a writer may remove the number that was just found
-        number = max(generations(folder), default=0)
+        number = max(files.generations(), default=0)
         with suppress(FileNotFoundError):
-            return number, _content(_file(folder, number)) if number else b""
+            return number, files.read(number) if number else b""
     raise OSError(errno.EAGAIN, "it changes all the time")
-
-
-def last_used(folder: Path) -> float:
-    """Return the time of the last save or opening for writing, in seconds since 1970. Raises OSError."""
-    times = []
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):
-            if is_own(path):
-                times.append(path.stat().st_mtime)
-    return max(times) if times else folder.stat().st_mtime
-
-
-def in_use(folder: Path) -> bool:
-    """Return whether a program on this machine has the session open for writing."""
-    with suppress(OSError):
-        check_kind(folder / LOCK)
-        with (folder / LOCK).open("rb") as file:
-            return not lock(file.fileno(), shared=True)
-    return False
 
 
 def is_own(path: Path) -> bool:
     """Return whether a path in a session's folder is that of a file of kvkeep."""
-    stem, suffix = path.stem, path.suffix
-    named = path.name == LOCK or suffix == _SHARED or (suffix == _GENERATION and _NUMBER.fullmatch(stem))
-    return bool(named or is_temporary(path.name)) and _is_file(path)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a session's folder: the highest generation first, so that no earlier one comes back. Raises OSError, also
-    if it has files of others, which remain."""
-    with suppress(FileNotFoundError):
-        files = [path for path in folder.iterdir() if is_own(path)]
-        for path in [*(_file(folder, number) for number in reversed(generations(folder))), *files]:
-            path.unlink(missing_ok=True)
-        folder.rmdir()
+    number = path.suffix == _GENERATION and _NUMBER.fullmatch(path.stem)
+    return bool(number or path.name == LOCK or path.suffix == SHARED or is_temporary(path.name)) and is_file(path)
 
 
 def unwritable(path: Path, error: OSError) -> SessionUnwritable:
     """Return the error for a session that cannot be written."""
     remedy = "free some space, or name another" if error.errno in _FULL else "name another"
     return SessionUnwritable(f"The session '{path}' cannot be saved: {reason_of(error)}; {remedy}.")
-
-
-def create_file(path: Path, data: bytes, locked: bool) -> None:
-    """Create a file with its content at once. locked: no other program creates it. Raises FileExistsError if it exists,
-    and OSError."""
-    temporary = temporary_name(path.with_name("next"))  # one name for all numbers, so that files of dead ones go
-    try:
-        with create_new(temporary) as file:
-            os.chmod(temporary, 0o600)  # the umask may have taken from the user, too
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            if temporary.stat().st_nlink < 2:  # else a server of files did so, and its first answer was lost
-                raise
-        except OSError as error:
-            if error.errno not in _LINKS_REFUSED or not locked or path.exists():
-                raise
-            os.rename(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-    sync_name(path)
-
-
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"{number}{_GENERATION}"
-
-
-def _is_file(path: Path) -> bool:
-    return is_file(path) if isinstance(path, Path) else True  # an object of a bucket is a file
-
-
-def _content(path: Path) -> bytes:
-    return read_file(path, MAX_BYTES) if isinstance(path, Path) else path.read_bytes()
 
 
 def _mark(content: bytes) -> str:

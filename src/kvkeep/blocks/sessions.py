@@ -12,7 +12,6 @@ again. It never gives other entries than those that were saved.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
 import re
@@ -32,14 +31,13 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.header import MAX_DEPTH, MAX_SLOTS, check_version, checked, damaged, too_deep
 from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
 from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
-from kvkeep.blocks.references import Reference
+from kvkeep.blocks.references import SHARED, Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     BlockVersion,
     KvkeepError,
-    SessionBusy,
     SessionDamaged,
     SessionError,
     SessionUnwritable,
@@ -86,7 +84,7 @@ class StoredSession(Reference):
 
     def __init__(self, store: Store, name: str, *, writing: bool = False) -> None:
         self.store, self.name, self.space = store, name, store.space(name)
-        super().__init__(**store.place(name, writing))
+        super().__init__(store.place(name, writing), writing=writing)
         self._replaced = store.replaced  # how often it was when this session last was in its folder
 
     @classmethod
@@ -94,7 +92,7 @@ class StoredSession(Reference):
         """Return the only session of the store at ``path``."""
         store = Store(path, quota=None)
         store.check()
-        if not writing and not store.path(ONLY).is_dir():
+        if not writing and not store.files(ONLY).exists():
             raise SessionError(f"There is no session at '{path}'.")
         return cls(store, ONLY, writing=writing)
 
@@ -107,7 +105,7 @@ class StoredSession(Reference):
     @property
     def path(self) -> str:
         """The path of the session: of its store, if that holds nothing else."""
-        return str(self.store.folder if self.name == ONLY else self.folder)
+        return str(self.store.folder if self.name == ONLY else self.files.path)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -139,7 +137,7 @@ class StoredSession(Reference):
         text = TextRows(cache, parts)
         state = {name: transfer.tensor_of(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        for place, end in cache.stream.block_ends.items():
+        for place, end in cache.stream.record.block_ends.items():
             state |= {f"end.{place}.{name}": tensor for name, tensor in end.items()}
         key, state_bytes = session_key(), sum(one.nbytes for one in state.values())
         about = {
@@ -187,45 +185,37 @@ class StoredSession(Reference):
         return renewed
 
     def _written(self, write: Callable[[], None]) -> bool:
-        """Run ``write`` in the session's folder, and again if that is removed meanwhile; return whether it was, or had
-        been before. Raises SessionError, and what ``write`` raises."""
+        """Run ``write`` in the session's folder, and again if that is removed meanwhile; return whether it was removed
+        or replaced, then or since the last save. Raises SessionError, and what ``write`` raises."""
         renewed = False
-        for number in itertools.count(1):
-            renewed |= self._renew()
+        for left in reversed(range(_REMOVALS + 1)):
+            self.store.create()
+            replaced = self.store.replaced != self._replaced
+            if self.renew(replaced):
+                renewed = True
+                if not replaced:  # otherwise the store has said so
+                    log.warning("The session '%s' was removed or replaced while in use; it is saved again.", self.name)
+            self._replaced = self.store.replaced
             try:
                 write()
-            except (StoreError, SessionBusy):
-                if number > _REMOVALS or not self._removed():
+            except (StoreError, SessionError):
+                if not left or not self._removed():
                     raise
             else:
-                if number > _REMOVALS or not self._removed():
+                if not left or not self._removed():
                     break
         return renewed
 
     def _removed(self) -> bool:
-        """Return whether the session's folder was removed or replaced since it was renewed, as far as that is known."""
+        """Return whether the session's folder was removed or replaced meanwhile, as far as that is known."""
         with suppress(KvkeepError, OSError):
             self.store.create()
-            return self.store.replaced != self._replaced or not self._in_place
+            return self.store.replaced != self._replaced or not self.files.has_lock()
         return False
 
-    def _renew(self) -> bool:
-        """Go where the session is saved, if its folder was removed or replaced; return whether it was. Raises
-        SessionError."""
-        self.store.create()
-        replaced = self.store.replaced != self._replaced
-        renewed = self.renew(replaced)
-        self._replaced = self.store.replaced
-        if renewed and not replaced:  # otherwise the store has said so
-            log.warning(
-                "The folder of the session '%s' was removed or replaced while it was in use; it is saved again.",
-                self.name,
-            )
-        return renewed
-
     def _remove_state(self, key: str) -> None:
-        """Remove the state of an earlier save, unless a fork of that save has it."""
-        if self.unshare(key):
+        """Remove the state of an earlier save, unless a fork has it (of an earlier version, which noted that)."""
+        if os.path.exists(self.files.path / f"{key}{SHARED}"):
             self.store.release(self.name, {key})
         else:
             self.store.blocks.remove(self.block(key))
@@ -239,10 +229,11 @@ class StoredSession(Reference):
         first, fitting = origin(cache, text.forms), folder.fitting(count, text.nbytes, state_bytes)
         if first is not None:
             names = chain(first, ids[0])
-            cache.stream.blocks = [*names]  # beyond its exact part the text goes on after them
+            cache.stream.record.name_blocks(names)  # beyond its exact part the text goes on after them
         else:  # the entries are no function of the ids: a block belongs to this text of this cache
-            names = cache.stream.blocks
-            names += [session_key() for _ in range(numbers.stop - len(names))]
+            before = cache.stream.record.blocks
+            names = [*before, *(session_key() for _ in range(numbers.stop - len(before)))]
+            cache.stream.record.name_blocks(names)
             names = names[numbers.start : numbers.stop]
             fitting = fitting if fitting == count else 0  # a part of them is of no use
         if len((self.about or {}).get("blocks", ())) <= fitting < count:
@@ -344,7 +335,7 @@ class StoredSession(Reference):
                 raise out_of_memory(f"restoring a session of {past['length']} tokens", error) from error
             problem = f"Its tensors are not those of a cache of this method ({type(error).__name__})."
         else:
-            cache.stream.blocks = [""] * _first_block(about) + about["blocks"]
+            cache.stream.record.name_blocks([""] * _first_block(about) + about["blocks"])
             return int(past["length"])
         cache.reset()
         if past.get("plain") is not True:
@@ -393,7 +384,7 @@ class StoredSession(Reference):
         check_restored(cache, {name: form_of(one) for name, one in rest.items()}, set(several), past, ids)
         for length, end in ends.items():
             check_end(cache, length, end)
-        cache.stream.block_ends = ends
+        cache.stream.record.keep_block_ends(ends)
 
 
 def _first_block(about: dict[str, Any]) -> int:

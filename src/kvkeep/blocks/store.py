@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +21,21 @@ from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.header import checked
-from kvkeep.blocks.marked_folder import FOLDERS, MARKER, MarkedFolder, is_ours
+from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
 from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
-from kvkeep.blocks.references import (
-    Reference,
-    create_file,
-    generations,
-    in_use,
-    is_own,
-    last_used,
-    newest,
-    remove_folder,
-    unwritable,
-)
+from kvkeep.blocks.references import Reference, SessionFiles, newest, unwritable
 from kvkeep.clock import ClockWatch
-from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, SessionVersion, UsageError, reason_of
+from kvkeep.errors import (
+    SessionBusy,
+    SessionError,
+    SessionUnwritable,
+    SessionVersion,
+    UsageError,
+    reason_of,
+)
 from kvkeep.files import remove_abandoned
 from kvkeep.models.folders import data_folder
-from kvkeep.private_files import is_folder, kind_of
+from kvkeep.private_files import is_folder
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +80,10 @@ class SessionInfo:
     """Tokens in the cache."""
     missing: int = 0
     """The number of blocks that the store does not have any more; their text will be read again."""
-    family: str | None = None
-    """The model's family."""
+    model: str | None = None
+    """The model's name, or its family where nobody has noted the name."""
     method: str | None = None
     budget: str | None = None
-    mark: str = ""
-    """The mark of the last save."""
 
 
 def store_folder(named: str | os.PathLike[str] | None = None) -> Path:
@@ -106,23 +101,16 @@ class Store(MarkedFolder):
 
     A session's name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. An owner's blocks
     are used for this owner only. quota: the maximum bytes of all blocks; age: the maximum seconds since a block or a
-    session was used; None: no limit. shared: programs on several machines use the folder; its locks need not reach from
-    one machine to another. Raises UsageError for a folder that is not a store, and for an invalid name.
+    session was used; None: no limit. A store that is elsewhere is a subclass with its own :attr:`blocks`,
+    :meth:`files` and :meth:`_names`. Raises UsageError for a folder that is not a store, and for an
+    invalid name.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        quota: int | None = QUOTA,
-        age: float | None = None,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, quota: int | None = QUOTA, age: float | None = None) -> None:
         super().__init__(folder)
-        self.age, self.shared = age, shared
+        self.age = age
         self.blocks = BlockFolder(self.folder / "blocks", quota)
-        self._sessions = self.folder / "sessions"
-        self._create_file: Callable[[Any, bytes, bool], None] = create_file
+        self._sessions: Any = self.folder / "sessions"
         self._clock = ClockWatch()
 
     @property
@@ -143,23 +131,25 @@ class Store(MarkedFolder):
             )
         return self._sessions / f"{name}{SUFFIX}"
 
-    def place(self, name: str, writing: bool) -> dict[str, Any]:
-        """Return the arguments of the :class:`Reference` of a session. Raises SessionError if it has to exist and does
-        not."""
+    def files(self, name: str) -> SessionFiles:
+        """Return the files of the session of this name, whether or not it exists."""
+        return SessionFiles(self.path(name), self.folder)
+
+    def place(self, name: str, writing: bool) -> SessionFiles:
+        """Return the files of a session to be opened. Raises SessionError if it has to exist and does not."""
         if not writing:
-            return {"folder": self._existing(name), "create": self._create_file}
-        path = self.path(name)
+            return self._existing(name)
+        files = self.files(name)
         self.create()
-        root = self.folder if isinstance(path, Path) else None
-        return {"folder": path, "writing": True, "shared": self.shared, "create": self._create_file, "root": root}
+        return files
 
     def open(self, name: str) -> Reference:
         """Return the session open for writing; create it if missing."""
-        return Reference(**self.place(name, writing=True))
+        return Reference(self.place(name, writing=True), writing=True)
 
     def read(self, name: str) -> Reference:
         """Return the session as last saved; another program may be writing to it."""
-        return Reference(**self.place(name, writing=False))
+        return Reference(self.place(name, writing=False))
 
     def space(self, name: str) -> str:
         """Return the namespace of the blocks of a session: that of its owner."""
@@ -182,10 +172,24 @@ class Store(MarkedFolder):
 
     def remove(self, name: str) -> None:
         """Remove a session, even one that cannot be read, and its blocks, except those that other sessions have. Raises
-        SessionBusy if a program has it open for writing."""
-        self._existing(name)
-        if not self._removed(name):
+        SessionBusy if a program has it open for writing, and SessionUnwritable."""
+        files, keys = self._existing(name), set[str]()
+        if files.in_use():
             raise SessionBusy(f"The session '{name}' is in use by another program; end that program first.")
+        try:
+            with suppress(SessionError):
+                keys = keys_of(Reference(files).about)
+            try:
+                files.remove_all()
+            finally:
+                if gone := not files.generations():
+                    self.release(name, keys)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and gone:
+                raise SessionUnwritable(
+                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it has files of others."
+                ) from error
+            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
 
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
@@ -195,8 +199,9 @@ class Store(MarkedFolder):
         age = None if self.age is None or self.age > steady else self.age
         for name in [*self._names()] if age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
-                if time.time() - last_used(self.path(name)) > (age or 0):
-                    gone += self._removed(name)
+                if time.time() - self.files(name).used() > (age or 0):
+                    self.remove(name)
+                    gone += 1
         self.blocks.evict(age)
         if steady < ABANDONED_S:
             return gone
@@ -232,88 +237,46 @@ class Store(MarkedFolder):
         for space in {name.space for name in blocks}:
             names = [*self._names(None if space == LOCAL else space)]
             names = [name for name in names if self.space(name) == space and name != but]
-            known = b"".join(newest(self.path(name))[1] for name in names)
+            known = b"".join(newest(self.files(name))[1] for name in names)
             for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
                 for one in (key, tail_key(key), state_key(key)):
                     self.blocks.remove(BlockName(space, one))
 
-    def fork(self, name: str, other: str) -> None:
-        """Add a session ``other`` of the same owner that continues from the last save of the session ``name``, which
-        another program may be writing to. Both name the same blocks. Raises SessionError, and UsageError if there is
-        such a session."""
-        self.path(other)
-        source = self.read(name)
-        if self.space(name) != self.space(other):
-            raise UsageError(
-                f"The session '{other}' cannot use the blocks of '{name}', which has another owner; use 'kvkeep cache "
-                "export' and 'kvkeep cache import'."
-            )
-        with self.open(other) as twin:
-            if twin.saves:
-                raise UsageError(f"There is a session '{other}' already; give another name.")
-            try:
-                self._continue(source, twin)
-                while (now := self.read(name)).mark != source.mark:  # it was saved meanwhile, and its state is gone
-                    source = now
-                    self._continue(source, twin)
-            except BaseException:
-                twin.discard()
-                raise
-
-    @staticmethod
-    def _continue(source: Reference, twin: Reference) -> None:
-        """Make the last save of ``source`` that of ``twin``. Raises SessionError."""
-        about = checked(source.about)
-        for one in (source, twin):  # before another session names the state, so that no save removes it
-            one.share(about["state"])
-        twin.saves = twin.saves or source.saves - 1
-        twin.commit(about)
-
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can use its name; return the new name."""
-        path, (owner, slash, word) = self._existing(name), name.rpartition("/")
+        files, (owner, slash, word) = self._existing(name), name.rpartition("/")
         for number in itertools.count(1):
             other = f"{owner}{slash}{word[:80]}.damaged-{number}"
-            if not self.path(other).exists():
+            if not self.files(other).exists():
                 try:
-                    path.rename(self.path(other))
+                    files.rename(self.files(other))
                 except OSError as error:
-                    raise unwritable(path, error) from error
+                    raise unwritable(files.path, error) from error
                 return other
         raise AssertionError
 
-    def _existing(self, name: str) -> Path:
-        path = self.path(name)
+    def _existing(self, name: str) -> SessionFiles:
+        files = self.files(name)
         self.check()
-        if not _is_folder(path):
+        if not files.exists():
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
-        return path
+        return files
 
     def _names(self, owner: str | None = None) -> Iterator[str]:
         """Yield the name of each session, or of one owner's."""
         patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
         for path in itertools.chain(*map(self._sessions.glob, patterns)):
             name = path.relative_to(self._sessions).as_posix().removesuffix(SUFFIX)
-            if _NAME.fullmatch(name) and all(map(_is_folder, (path.parent, path))):
+            if _NAME.fullmatch(name) and is_folder(path.parent) and is_folder(path):
                 yield name
-
-    def foreign(self) -> list[str]:
-        """Return a part of a sentence about each thing in the folder that is none of kvkeep's, and stays."""
-        found = list[tuple[str, str | None]]()
-        with suppress(OSError):  # there is no folder yet
-            names = [name for name in os.listdir(self.folder) if not is_ours(name) and name not in FOLDERS]
-            found += [(name, kind_of(self.folder / name)) for name in names]
-            inside = [*_foreign_to_sessions(self.folder / "sessions"), *self.blocks.foreign()]
-            found += [(os.path.relpath(path, self.folder), kind) for path, kind in inside]
-        return [f"{path!a} ({kind})" for path, kind in sorted(found) if kind is not None]
 
     def _info(self, name: str) -> SessionInfo:
         """Return the facts about a session. Raises OSError if it is missing."""
-        path = self.path(name)
-        common: dict[str, Any] = {"name": name, "path": str(path), "used": last_used(path), "in_use": in_use(path)}
+        files = self.files(name)
+        common: dict[str, Any] = {"name": name, "path": str(files.path), "used": files.used(), "in_use": files.in_use()}
         try:
-            with Reference(path) as reference:
-                about = checked(reference.about)
+            reference = Reference(files)
+            about = checked(reference.about)
             sizes = [self.blocks.size(BlockName(self.space(name), key)) for key in (*about["blocks"], about["state"])]
             return SessionInfo(
                 **common,
@@ -322,56 +285,18 @@ class Store(MarkedFolder):
                 saves=reference.saves,
                 tokens=about["past"]["rows"] * about["past"]["length"],
                 missing=sizes.count(0),
-                family=about["family"],
+                model=_model_of(about),
                 method=about["method"],
                 budget=about["budget"],
-                mark=reference.mark,
             )
         except SessionError as error:
-            problem, other = (str(error) if generations(path) else UNSAVED), isinstance(error, SessionVersion)
+            problem, other = (str(error) if files.generations() else UNSAVED), isinstance(error, SessionVersion)
         return SessionInfo(**common, bytes=0, problem=problem, other_version=other)
 
-    def _removed(self, name: str) -> bool:
-        """Remove a session unless it is open for writing; return whether it was removed. Raises SessionError."""
-        path, keys = self.path(name), set[str]()
-        if in_use(path):
-            return False
-        try:
-            with suppress(SessionError), Reference(path) as reference:
-                keys = keys_of(reference.about)
-            try:
-                remove_folder(path)
-            finally:
-                if not generations(path):
-                    self.release(name, keys)
-            if path.parent != self._sessions:
-                with suppress(OSError):
-                    path.parent.rmdir()
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not generations(path):
-                raise SessionUnwritable(
-                    f"The session '{name}' is removed, but its folder '{path}' stays: it has files of others."
-                ) from error
-            raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
-        return True
 
-
-def _is_folder(path: Any) -> bool:
-    return is_folder(path) if isinstance(path, Path) else bool(path.is_dir())  # in a bucket are no links
-
-
-def _foreign_to_sessions(folder: Path, owner: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yield path and kind of what is none of kvkeep's in a folder of sessions; owner: whose it is."""
-    for path in sorted(folder.iterdir()) if is_folder(folder) else ():
-        session = path.name.endswith(SUFFIX)
-        if not is_folder(path) or not _NAME.fullmatch(f"{owner}{path.name.removesuffix(SUFFIX)}"):
-            yield str(path), kind_of(path)
-        elif session:
-            yield from ((str(one), kind_of(one)) for one in sorted(path.iterdir()) if not is_own(one))
-        elif owner:
-            yield str(path), kind_of(path)
-        else:
-            yield from _foreign_to_sessions(path, f"{path.name}/")
+def _model_of(about: dict[str, Any]) -> str:
+    name = about["notes"].get("model")
+    return name if isinstance(name, str) and name.isprintable() else str(about["family"])
 
 
 def keys_of(about: dict[str, Any] | None) -> set[str]:

@@ -24,8 +24,6 @@ class Verification:
     """The number of sessions whose reference is as it was written."""
     damaged: dict[str, str] = field(default_factory=dict)
     """The other sessions by name: why they cannot be read."""
-    foreign: list[str] = field(default_factory=list)
-    """A part of a sentence about each thing in the folder that is none of kvkeep's, and remains."""
     other_version: list[str] = field(default_factory=list)
     """A sentence about each block and session that another version of kvkeep has saved, and remains."""
     incomplete: dict[str, int] = field(default_factory=dict)
@@ -42,10 +40,9 @@ def verify(store: Store) -> Verification:
     """Read all blocks of a store, compare their checksums, and remove the damaged ones; then read all references."""
     store.check()
     found = Verification()
-    found.foreign = store.foreign()
     for name in store.blocks.names():
         try:
-            count = store.blocks.check(name)
+            store.blocks.read(name)
         except BlockDamaged as error:
             found.removed.append(str(error))
         except BlockVersion as error:
@@ -54,7 +51,7 @@ def verify(store: Store) -> Verification:
             if store.blocks.size(name):  # otherwise another program removed it
                 found.unreadable.append(str(error))
         else:
-            found.blocks, found.bytes = found.blocks + 1, found.bytes + count
+            found.blocks, found.bytes = found.blocks + 1, found.bytes + store.blocks.size(name)
     for info in store.sessions():
         if info.problem is not None:
             if info.other_version:

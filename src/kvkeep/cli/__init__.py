@@ -20,7 +20,7 @@ COMMANDS = {
     ),
     "cache": (
         "kvkeep.cli.cache:app",
-        "List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
+        "Show what is kept on disk: sessions and their blocks; delete, check, export and import them.",
     ),
     "plan": ("kvkeep.cli.plan:plan", "Show the bytes of every cache for a text, and which fit in a memory."),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
@@ -43,7 +43,7 @@ LAB = (
     "analyse",
     "lab",
 )
-"""Commands of the lab, a separate distribution (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
+"""Commands of the lab, a separate distribution (package ``kvkeep_lab``, ``pip install ./lab``)."""
 
 
 def program() -> None:
@@ -88,12 +88,13 @@ def _main() -> None:
     from importlib.util import find_spec
 
     from kvkeep.cli import standard_streams
-    from kvkeep.errors import KvkeepError, ran_out_of_memory, reason_of
+    from kvkeep.errors import KvkeepError, ran_out_of_memory
+    from kvkeep.extras import how
     from kvkeep.native.library import check_environment
     from kvkeep.native.room import address_space_left, share_heap
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
-        _fail(f"The command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.", 2)
+        _fail(f"The command line needs {' and '.join(missing)}: {how('cli')}.", 2)
     from kvkeep.cli.lazy import application
 
     if address_space_left() is not None:
@@ -116,8 +117,6 @@ def _main() -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # a library written in Rust raises no Exception
-        if (failure := standard_streams.output_error()) is not None:
-            _fail(f"Writing to standard output failed: {reason_of(failure)}.", 1)
         if not ran_out_of_memory(error):
             raise
         _fail(_NO_MEMORY.format(str(error).strip().partition("\n")[0] or "MemoryError"), 1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +11,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep.budget import bytes_of
 from kvkeep.cli import options
 from kvkeep.cli.output import note, print_json, show
 from kvkeep.errors import SessionError, UsageError
@@ -23,19 +20,13 @@ if TYPE_CHECKING:
     from kvkeep.blocks.store import SessionInfo, Store
 
 app = typer.Typer(
-    help="List, verify, prune, fork, export and import what is kept on disk: sessions and their blocks.",
-    no_args_is_help=True,
+    help="Show what is kept on disk: sessions and their blocks; delete, check, export and import them.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or the path of its folder.")]
-Word = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, or owner/name.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
-
-
-SHOWN = 5
-"""The most names in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +34,26 @@ class StorePlace:
     """Where the store is."""
 
     sessions: options.Sessions = None
-    bucket: options.Bucket = None
 
     def store(self) -> Store:
         """Return the named store, which exists, or the user's. Raises SessionError and UsageError."""
-        if self.sessions is not None and self.bucket is None and not Path(self.sessions).exists():
+        from kvkeep.blocks.store import user_store
+
+        if self.sessions is not None and not Path(self.sessions).exists():
             raise SessionError(
                 f"There is no folder '{self.sessions}'; give the folder of the sessions with --sessions."
             )
-        store = self._store()
+        store = user_store(self.sessions)
         store.check()
         return store
 
     def named(self, name: str) -> tuple[Store, str]:
         """Return the store of a session, which may be missing, and its name there."""
-        from kvkeep.blocks.store import ONLY, Store, is_path
+        from kvkeep.blocks.store import ONLY, Store, is_path, user_store
 
-        if self.sessions is None and self.bucket is None and is_path(name):
+        if self.sessions is None and is_path(name):
             return Store(Path(name).expanduser(), quota=None), ONLY
-        return self._store(), name
+        return user_store(self.sessions), name
 
     def found(self, name: str) -> tuple[Store, str]:
         """Return the store of a session, which exists if it is a path, and its name there."""
@@ -69,49 +61,47 @@ class StorePlace:
         if word == name:
             return self.store(), word
         store.check()
-        if not store.path(word).is_dir():
+        if not store.files(word).exists():
             raise SessionError(f"There is no session at '{name}'.")
         return store, word
 
-    def _store(self) -> Store:
-        from kvkeep.blocks.store import store_folder, user_store
 
-        if self.bucket is None:
-            return user_store(self.sessions)
-        from kvkeep.blocks.bucket import BucketStore
+@app.callback(invoke_without_command=True)
+def cache(context: typer.Context) -> None:
+    """Show what is kept on disk: sessions and their blocks; delete, check, export and import them.
 
-        store = BucketStore(store_folder(self.sessions), self.bucket)
-        store.create()  # its folder gets copies of blocks
-        return store
+    Without a command, it lists the sessions.
+    """
+    if context.invoked_subcommand is None:
+        _list(StorePlace().store())
 
 
 @app.command("list")
 @options.command
-def list_(
-    place: StorePlace,
-    owner: Annotated[str | None, typer.Option(help="List only the sessions of this owner.")] = None,
-    json: options.Json = False,
-) -> None:
+def list_(place: StorePlace, json: options.Json = False) -> None:
     """List the sessions, last used first, and the size of the whole store."""
     store = place.store()
-    found, (blocks, count) = store.sessions(owner), store.blocks.count()
-    if json:
-        total: dict[str, Any] = {"blocks": blocks, "bytes": count, "quota": store.quota}
-        total |= {"folder": place.bucket or str(store.folder), "foreign": store.foreign()}
-        print_json({"sessions": [_facts(info) for info in found]} | total)
+    if not json:
+        _list(store)
         return
+    found, (blocks, count) = store.sessions(), store.blocks.count()
+    total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
+    print_json({"sessions": [_facts(info) for info in found]} | total)
+
+
+def _list(store: Store) -> None:
+    found, (blocks, count) = store.sessions(), store.blocks.count()
     table = Table(box=None, header_style="bold")
     for heading in ("session", "size", "used", "saves", "tokens", "method", "budget", "model"):
         table.add_column(heading, justify="right" if heading in ("size", "saves", "tokens") else "left")
     for info in found:
-        about = [str(info.saves), str(info.tokens), info.method or "", info.budget or "none", info.family or ""]
+        about = [str(info.saves), str(info.tokens), info.method or "", info.budget or "none", info.model or ""]
         rest = about if info.problem is None else ["", "", _problem(info), "", ""]
         table.add_row(info.name, size(info.bytes), _used(info), *map(Text, rest))
-    show(table)
+    if found:
+        show(table)
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
-    sizes = f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}"
-    note(f"{sizes}, in {place.bucket or store.folder}.")
-    _say_foreign(store.foreign())
+    note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
 
 
 @app.command("show")
@@ -135,7 +125,7 @@ def _show(info: SessionInfo, name: str) -> None:
         lines["problem"] = info.problem or ""
     else:
         lines |= {"age": _age(info.created), "saves": str(info.saves), "tokens": str(info.tokens)}
-        lines |= {"method": info.method or "", "budget": info.budget or "none", "model": info.family or ""}
+        lines |= {"method": info.method or "", "budget": info.budget or "none", "model": info.model or ""}
         if info.missing:
             lines["missing"] = f"{_number(info.missing, 'block')}; the text will be read again"
     for what, value in lines.items():
@@ -143,17 +133,33 @@ def _show(info: SessionInfo, name: str) -> None:
     show(table)
 
 
-@app.command("rm")
+@app.command("delete")
 @options.command
-def rm(name: Word, place: StorePlace, json: options.Json = False) -> None:
-    """Remove a session, and its blocks unless other sessions have them. A session in use is not removed."""
-    place.store().remove(name)
-    _done(f"Removed {name}.", {"removed": name}, json)
+def delete(
+    place: StorePlace,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names of sessions, or owner/name.")] = None,
+    unused: Annotated[
+        bool, typer.Option("--unused", help="Delete the blocks of no session, such as a server's of unnamed chats.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Delete sessions, and their blocks unless other sessions have them. A session in use is not deleted."""
+    if not names and not unused:
+        raise UsageError("Name the sessions to delete; 'kvkeep cache' lists them.")
+    store = place.store()
+    before = store.blocks.count()
+    for name in names or ():
+        store.remove(name)
+    if unused:
+        store.remove_unused()
+    blocks, count = (max(old - new, 0) for old, new in zip(before, store.blocks.count(), strict=True))
+    what = f"Deleted {', '.join(names or ['unused blocks'])}: {_number(blocks, 'block')}, {size(count)}."
+    _done(what, {"deleted": names or [], "blocks": blocks, "bytes": count}, json)
 
 
-@app.command("verify")
+@app.command("check")
 @options.command
-def verify_(place: StorePlace, json: options.Json = False) -> None:
+def check(place: StorePlace, json: options.Json = False) -> None:
     """Read every block and session, and remove damaged blocks; the exit code is 1 if something is damaged, and 0 if a
     session only lacks blocks, whose text will be read again."""
     from kvkeep.blocks.verify import verify
@@ -164,62 +170,12 @@ def verify_(place: StorePlace, json: options.Json = False) -> None:
     else:
         for sentence in (*found.removed, *found.unreadable, *found.other_version, *found.damaged.values()):
             note(sentence)
-        _say_foreign(found.foreign)
         for name, missing in found.incomplete.items():
-            note(
-                f"The session '{name}' lacks {_number(missing, 'block')}, as after an eviction; the model will read "
-                "the text again when it continues."
-            )
+            note(f"The session '{name}' lacks {_number(missing, 'block')}, whose text will be read again.")
         sound = f"{_number(found.blocks, 'block')}, {size(found.bytes)}, and {_number(found.sessions, 'session')}"
         note(f"{sound} are as they were written.")
     if not found.sound:
         raise typer.Exit(1)
-
-
-@app.command("prune")
-@options.command
-def prune(
-    place: StorePlace,
-    quota: Annotated[
-        str | None, typer.Option(help="Remove the least recently used blocks until all fit into this size (1GB).")
-    ] = None,
-    age: Annotated[
-        float | None, typer.Option(min=0, help="Remove sessions and blocks that were not used for this many days.")
-    ] = None,
-    unused: Annotated[bool, typer.Option("--unused", help="Remove the blocks that belong to no session.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Remove blocks and sessions. A session without blocks keeps its messages, and its text is read again."""
-    if quota is None and age is None and not unused:
-        raise UsageError("Say what to remove: --quota, --age or --unused.")
-    if place.bucket is not None and not (quota is age is None):
-        raise UsageError("A bucket has rules of its own for size and age (its lifecycle); with --bucket, use --unused.")
-    if age is not None and not age < math.inf:
-        raise UsageError(f"The option 'age' has to be a number of days, not '{age}'.")
-    limit = None if quota is None else bytes_of(quota, "quota")
-    from kvkeep.blocks.store import DAY_S
-
-    store = place.store()
-    store.blocks.quota, store.age = limit, None if age is None else age * DAY_S
-    before, gone = store.blocks.count(), store.evict()
-    if unused:
-        store.remove_unused()
-    blocks, count = (max(old - new, 0) for old, new in zip(before, store.blocks.count(), strict=True))
-    removed = f"Removed {_number(gone, 'session')} and {_number(blocks, 'block')}, {size(count)}."
-    _done(removed, {"sessions": gone, "blocks": blocks, "bytes": count}, json)
-
-
-@app.command("fork")
-@options.command
-def fork(
-    place: StorePlace,
-    name: Word,
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new session.")],
-    json: options.Json = False,
-) -> None:
-    """Add a session that continues from the last save of another. They share their blocks; nothing is copied."""
-    place.store().fork(name, new)
-    _done(f"Forked {name} as {new}; they share their blocks.", {"forked": name, "as": new}, json)
 
 
 @app.command("export")
@@ -253,18 +209,10 @@ def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:
         note(sentence)
 
 
-def _say_foreign(found: Sequence[str]) -> None:
-    """Print a sentence about what is in a store and none of kvkeep's."""
-    if found:
-        rest = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        names = f"{', '.join(found[:SHOWN])}{rest}"
-        note(f"The folder also holds what others wrote, which kvkeep leaves alone: {names}.")
-
-
 def _facts(info: SessionInfo) -> dict[str, Any]:
     now = time.time()
     ages = {"unused_s": now - info.used, "age_s": None if info.created is None else now - info.created}
-    return {name: value for name, value in asdict(info).items() if name not in ("used", "created", "mark")} | ages
+    return {name: value for name, value in asdict(info).items() if name not in ("used", "created")} | ages
 
 
 def _problem(info: SessionInfo) -> str:

@@ -33,34 +33,51 @@ class CacheOptions:
             "-e",
             help="Generate the same tokens as the unbounded cache, by draft and verify; --method (default: snapkv) "
             "drafts.",
+            rich_help_panel=options.CACHE,
         ),
     ] = False
     memory: Annotated[
         str | None,
-        Option(help="With --budget auto: bytes for the cache (64MB).", show_default="half of the free memory"),
+        Option(
+            metavar="SIZE",
+            help="With --budget auto: bytes for the cache (64MB).",
+            show_default="half of the free memory",
+            rich_help_panel=options.CACHE,
+        ),
     ] = None
     kv_budget_tokens: Annotated[
         int | None,
-        Option(min=0, help="Use method kv-lru with this budget in entries per layer, as in llama.cpp; 0 is off."),
+        Option(
+            min=0,
+            metavar="N",
+            help="As in llama.cpp: method kv-lru with this budget in entries per layer; 0 is off.",
+            rich_help_panel=options.CACHE,
+        ),
     ] = None
     kv_budget_mb: Annotated[
         int | None,
-        Option(
-            "--kv-budget-mb", min=0, help="Use method kv-lru with this budget in megabytes, as in llama.cpp; 0 is off."
-        ),
+        Option(min=0, metavar="N", help="The same with a budget in megabytes.", rich_help_panel=options.CACHE),
     ] = None
     checkpoint: options.Checkpoint = None
     where: options.Where = None
     capacity: Annotated[
         int | None,
         Option(
+            metavar="N",
             help="Maximum number of entries stored; the oldest are discarded, which makes the cache lossy.",
             show_default="unlimited",
+            rich_help_panel=options.CACHE,
         ),
     ] = None
-    folder: Annotated[str | None, Option(help="Folder for --where disk.", show_default="the user's cache folder")] = (
-        None
-    )
+    folder: Annotated[
+        str | None,
+        Option(
+            metavar="FOLDER",
+            help="Folder for --where disk.",
+            show_default="the user's cache folder",
+            rich_help_panel=options.CACHE,
+        ),
+    ] = None
 
     def check(self, chunk: int | None = None) -> None:
         """Check the options as far as possible without torch. Raises UsageError or BudgetError."""

@@ -20,34 +20,46 @@ from kvkeep.units import size
 @options.command
 def generate(
     *,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The question or instruction.")] = None,
+    question: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The question or instruction.", show_default=False)
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The same, as an option.")
+    ] = None,
     file: Annotated[
-        str | None, typer.Option("--file", "-f", help="A text that comes before the prompt; - is standard input.")
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="A text that comes before the prompt; - is standard input."),
     ] = None,
     excerpts: Annotated[
         int | None,
         typer.Option(
             min=CHUNK_TOKENS,
-            metavar="TOKENS",
-            help="Read at most this many tokens of the file: the excerpts that have the words of the prompt (BM25).",
+            metavar="N",
+            help="Read at most N tokens of the file: the passages that match the prompt (BM25).",
         ),
     ] = None,
     model: ModelOptions,
     cache: CacheOptions,
     chunk: options.Chunk = None,
     sampling: SamplingOptions,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Do not apply the model's chat template.", rich_help_panel=options.ADVANCED)
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, within a cache budget."""
-    from kvkeep.decode.prompt import encode, question, read_text
+    from kvkeep.decode.prompt import encode, read_text
+    from kvkeep.decode.prompt import question as ask
 
+    if question is not None and prompt is not None:
+        raise UsageError("There are two prompts; leave --prompt out, or put the whole question into it.")
+    prompt = prompt if question is None else question
     cache.check(chunk)
     model.check()
     text = read_text(file) if file else None
-    messages = question(text, prompt)
+    messages = ask(text, prompt)
     if excerpts is not None and not (text and prompt and prompt.strip()):
-        raise UsageError("--excerpts chooses by the prompt what to read of a file; give --file and --prompt.")
+        raise UsageError("--excerpts chooses by the prompt what to read of a file; give a prompt and --file.")
     with loading(model.model), startup():
         from kvkeep.decode.generate import generate as run
         from kvkeep.decode.generate import room_after
@@ -57,7 +69,7 @@ def generate(
         loaded = model.load()
     found = None if excerpts is None else excerpt(loaded.tokenizer, text or "", prompt or "", excerpts)
     if found is not None:
-        messages = question(found.text, prompt)
+        messages = ask(found.text, prompt)
     ids = encode(loaded.tokenizer, messages, raw=raw)
     room_after(len(ids), requested.positions(loaded.model), _remedy(text, prompt, excerpts))
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)

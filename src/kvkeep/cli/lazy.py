@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import kvkeep
 from kvkeep.errors import KvkeepError, UsageError, unknown
+from kvkeep.extras import how
 from kvkeep.plugins import PartlyLeftOut, each_plugin, first_line
 
 GROUP = "kvkeep.commands"
@@ -40,10 +41,7 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command itself."""
         if args and args[0] in self.missing:
-            raise UsageError(
-                f"'kvkeep {args[0]}' needs the lab, which is not installed: pip install 'kvkeep[lab]' (in a clone: "
-                "pip install ./lab)."
-            )
+            raise UsageError(f"'kvkeep {args[0]}' needs the lab, which is not installed: {how('lab')}.")
         if args and not args[0].startswith("-") and args[0] not in self.table:
             raise unknown("command", args[0], self.table, "'kvkeep --help'")
         name, placeholder, rest = super().resolve_command(ctx, args)

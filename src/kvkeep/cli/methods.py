@@ -1,56 +1,50 @@
-"""``kvkeep methods``: lists all methods, parts and combinations."""
+"""``kvkeep methods``: lists all methods and parts, or describes one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import MISSING
-from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from kvkeep.cli import completion, options
+from kvkeep.cli import options
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import out, print_json, show
-from kvkeep.cli.registry_cache import cached
 from kvkeep.cli.startup import startup
-from kvkeep.errors import UsageError, unknown
-from kvkeep.plugins import PARTS, points
-from kvkeep.policies.names import LAB
+from kvkeep.errors import UsageError
+from kvkeep.policies.names import STOCK
 
-Rows = list[list[str]]  # the first row holds the headings
+if TYPE_CHECKING:
+    from kvkeep.policies.methods import Method
 
 
 def methods(
-    json: options.Json = False,
-    table: Annotated[
+    name: Annotated[
         str | None,
-        typer.Option(help="Print one table as Markdown: methods, selectors, fates, recalls, or combinations."),
+        typer.Argument(metavar="METHOD", help="A method to describe; without one, all are listed.", show_default=False),
     ] = None,
     bibtex: Annotated[
         str | None,
         typer.Option(
             metavar="METHODS",
             help="Print the papers of methods, separated by commas, as BibTeX; all: of every named method.",
-            autocompletion=completion.methods,
+            autocompletion=options.complete_methods,
         ),
     ] = None,
+    json: options.Json = False,
 ) -> None:
-    """List the methods: what they evict, store and recall, and how exact they are."""
-    if json and (bibtex is not None or table is not None):
-        raise UsageError("--json prints the list of methods only; leave it out with --table and --bibtex.")
+    """List the methods: what they evict, store and recall, and how exact they are. Or describe one."""
     if bibtex is not None:
+        if json or name is not None:
+            raise UsageError("--bibtex prints papers only; leave METHOD and --json out.")
         typer.echo(_bibtex(bibtex))
         return
-    if table is not None:
-        if (made := TABLES.get(table)) is None:
-            raise unknown("table", table, list(TABLES))
-        typer.echo(_markdown(made()))
+    if name is not None:
+        _describe(name, json)
         return
-    # With plugins the list is rebuilt on each call, so that warnings about a broken package are printed.
-    plugins = any(point.name not in LAB for point in points(PARTS))
-    found = _registered() if plugins else cached("methods", _registered)
+    found = _registered()
     if json:
         print_json(found)
         return
@@ -62,15 +56,31 @@ def methods(
         )
         out.print()
     out.print(
-        f"* Start with {START}: its answers are exact, and evicted entries are kept on disk.\nSELECTOR+FATE+RECALL "
-        "is a method, too. Fate and recall are optional, and each part takes "
+        f"* Start with {START}: its answers are exact, and evicted entries are kept on disk.\n'kvkeep methods METHOD' "
+        "describes one.\nSELECTOR+FATE+RECALL is a method, too. Fate and recall are optional, and each part takes "
         "parameters:\nsnapkv:window=16+quantize:4, h2o+verified\nA name that ends in +oneshot reads "
-        "the whole prompt first and compresses it afterwards: h2o+oneshot\n'kvkeep methods --table combinations' "
-        "lists all combinations, and why some are refused."
+        "the whole prompt first and compresses it afterwards: h2o+oneshot"
     )
     for kind, registry in found.items():
         out.print()
-        _print([[kind, "parameters"], *([name, _given(parameters)] for name, parameters in registry.items())])
+        _print([[kind, "parameters"], *([name, given(parameters)] for name, parameters in registry.items())])
+
+
+def _describe(name: str, json: bool) -> None:
+    """Print what one method does, the options that it takes, and where it comes from."""
+    with startup():
+        from kvkeep.policies.methods import resolve
+
+    row = _STOCK_ROW if name == STOCK else _row(resolve(name))
+    if json:
+        print_json(row)
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for key, heading in (COLUMNS | {"options": "options", "summary": "about", "source": "source"}).items():
+        value = ", ".join(row[key]) if isinstance(row[key], list) else row[key]
+        table.add_row(Text(heading, "bold"), Text(value or "-"))
+    out.print(table)
+    out.print(f"[bold]{row['class']}[/]: {_PROMISES[row['class']]}")
 
 
 def _registered() -> dict[str, Any]:
@@ -80,10 +90,10 @@ def _registered() -> dict[str, Any]:
         from kvkeep.policies.specs import parameters
 
     defaults = {
-        kind: {name: {key: _plain(value) for key, value in parameters(made).items()} for name, made in registry.items()}
+        kind: {name: {key: plain(value) for key, value in parameters(made).items()} for name, made in registry.items()}
         for kind, registry in parts().items()
     }
-    return {"methods": _rows(), **defaults}
+    return {"methods": rows_of_methods(), **defaults}
 
 
 def _bibtex(given: str) -> str:
@@ -111,160 +121,54 @@ def _mark(text: str) -> str:
     return f"{text} *" if text == START else text
 
 
-_COLUMNS = {
+COLUMNS = {
     "name": "method",
     "class": "exactness",
     "selector": "evicts",
     "fate": "evicted entries are",
     "recall": "recalled",
 }
-_LISTED = {key: heading for key, heading in _COLUMNS.items() if key != "class"}
+_LISTED = {key: heading for key, heading in COLUMNS.items() if key != "class"}
 
 
-def _rows() -> list[dict[str, Any]]:
+def rows_of_methods() -> list[dict[str, Any]]:
     """Return a row of fields for each named method."""
-    from kvkeep.policies.methods import STOCK
     from kvkeep.policies.methods import methods as registered
 
-    rows = [
-        {
-            "name": method.name,
-            "class": str(method.exactness),
-            "selector": method.leaves,
-            "fate": method.becomes,
-            "recall": method.returns,
-            "options": list(method.options),
-            "summary": method.summary,
-            "source": method.source,
-        }
-        for method in registered().values()
-    ]
-    stock = {
-        "name": STOCK,
-        "class": "exact",
-        "selector": "none",
-        "fate": "kept",
-        "recall": "not needed",
-        "options": [],
-        "summary": "transformers' own default cache, the baseline.",
-        "source": "transformers.DynamicCache",
+    return [*map(_row, registered().values()), _STOCK_ROW]
+
+
+def _row(method: Method) -> dict[str, Any]:
+    return {
+        "name": method.name,
+        "class": str(method.exactness),
+        "selector": method.leaves,
+        "fate": method.becomes,
+        "recall": method.returns,
+        "options": list(method.options),
+        "summary": method.summary,
+        "source": method.source,
     }
-    return [*rows, stock]
 
 
-def _methods() -> Rows:
-    """Return rows for the named methods, except plain selectors."""
-    from kvkeep.policies.methods import parts
-
-    columns = _COLUMNS | {"source": "source"}
-    rows = ({**row, "name": _code(row["name"])} for row in _rows() if row["name"] not in parts()["selectors"])
-    return [list(columns.values()), *([row[key] for key in columns] for row in rows)]
-
-
-_PARTS = {
-    "selectors": {"leaves": "evicts"},
-    "fates": {"label": "evicted entries are", "returns": "recalled, without a recall"},
-    "recalls": {"label": "recalled"},
+_STOCK_ROW: dict[str, Any] = {
+    "name": STOCK,
+    "class": "exact",
+    "selector": "none",
+    "fate": "kept",
+    "recall": "not needed",
+    "options": [],
+    "summary": "transformers' own default cache, the baseline.",
+    "source": "transformers.DynamicCache",
 }
 
 
-def _parts(kind: str) -> Rows:
-    """Return rows for the selectors, fates or recalls, with their former names."""
-    from kvkeep.policies.methods import parts
-    from kvkeep.policies.registry import FORMER
-
-    rows = [[kind.removesuffix("s"), *_PARTS[kind].values(), "parameters", "source"]]
-    for name, made in parts()[kind].items():
-        called = [_code(name), *(f"(also {_code(former)})" for former, current in FORMER.items() if current == name)]
-        about = (getattr(made, key) for key in _PARTS[kind])
-        rows.append([" ".join(called), *about, _code(_parameters(made)), made.source])
-    return rows
+def given(parameters: dict[str, Any]) -> str:
+    """Return parameters with their default values as text."""
+    return ", ".join(key if value is None else f"{key}={value}" for key, value in parameters.items())
 
 
-def _combinations() -> Rows:
-    """Return a row for each fate: its selectors, and the exactness without a recall and with each recall.
-
-    Parts have default parameters, and those of a preset if they change the row. Numbered reasons for refusals follow.
-    """
-    from kvkeep.policies.methods import combined, parts
-    from kvkeep.policies.recalls.evicted import Evicted
-    from kvkeep.policies.registry import PRESETS
-    from kvkeep.policies.specs import required
-
-    selectors, fates, recalls = (
-        {name: made() for name, made in registry.items() if not required(made)} for registry in parts().values()
-    )
-    names = {type(fate): name for name, fate in fates.items()}
-    for preset in PRESETS.values():
-        given = ",".join(f"{key}={value}" for key, value in preset.defaults.items())
-        if given and preset.fate in names:  # a preset's fate may have no name
-            fates[f"{names[preset.fate]}:{given}"] = preset.fate(**preset.defaults)
-    reasons: list[str] = []
-
-    def answer(selector: Any, fate: Any, recall: Any) -> str:
-        method = combined("", selector, fate, recall)
-        if (reason := method.refusal()) is None:
-            return str(method.exactness)
-        if reason not in reasons:
-            reasons.append(reason)
-        return f"no [{reasons.index(reason) + 1}]"
-
-    rows: dict[str, list[str]] = {}
-    for name, fate in fates.items():
-        plain = {key: answer(selector, fate, Evicted()) for key, selector in selectors.items()}
-        refused = [key for key, text in plain.items() if text.startswith("no")]
-        accepted = [key for key in selectors if key not in refused]
-        which = "all"
-        if refused:
-            which = f"all but {_listed(refused)}" if len(refused) < len(accepted) else f"only {_listed(accepted)}"
-            which += f" [{', '.join(dict.fromkeys(plain[key].strip('no []') for key in refused))}]"
-        row = [which, _distinct(plain[key] for key in accepted)]
-        row += [_distinct(answer(selectors[key], fate, recall) for key in accepted) for recall in recalls.values()]
-        if rows.get(name.partition(":")[0]) != row:
-            rows[name] = row
-    heading = ["fate", "selectors", "alone", *(f"+{name}" for name in recalls)]
-    table = [heading, *([_code(name), *row] for name, row in rows.items())]
-    return [*table, *([f"[{number}] {reason}"] for number, reason in enumerate(reasons, 1))]
-
-
-TABLES: dict[str, Callable[[], Rows]] = {
-    "methods": _methods,
-    **{kind: partial(_parts, kind) for kind in _PARTS},
-    "combinations": _combinations,
-}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(_code(name) for name in names)
-
-
-def _distinct(answers: Any) -> str:
-    return ", ".join(dict.fromkeys(answers)) or "-"
-
-
-def _parameters(made: type[Any]) -> str:
-    from kvkeep.policies.specs import parameters
-
-    return _given({key: _plain(value) for key, value in parameters(made).items()})
-
-
-def _given(given: dict[str, Any]) -> str:
-    return ", ".join(key if value is None else f"{key}={value}" for key, value in given.items())
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
-
-
-def _markdown(rows: Rows) -> str:
-    """Return rows as a Markdown table; rows with one cell become a list below it."""
-    lines = [f"| {' | '.join(row)} |" for row in rows if len(row) > 1]
-    lines.insert(1, "| " + " | ".join("---" for _ in rows[0]) + " |")
-    notes = [f"* {row[0]}" for row in rows if len(row) == 1]
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
-
-
-def _print(rows: Rows) -> None:
+def _print(rows: list[list[str]]) -> None:
     table = Table(box=None, header_style="bold")
     for heading in rows[0]:
         table.add_column(heading)
@@ -273,6 +177,6 @@ def _print(rows: Rows) -> None:
     show(table)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a default value for JSON; None if there is no default."""
     return None if value is MISSING or value == "" else value

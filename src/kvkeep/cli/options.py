@@ -10,27 +10,46 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
-from kvkeep.cli import completion
 from kvkeep.cli.output import note
 from kvkeep.errors import UsageError
 from kvkeep.models.model_names import check_device, checked_format, place_of
+from kvkeep.plugins import PARTS, points
+from kvkeep.policies.names import METHODS
 
 if TYPE_CHECKING:
     from kvkeep.models.loading import Loaded
 
+CACHE, ADVANCED = "Cache", "Model and sampling"
+"""The panels in ``--help`` below the common options."""
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """Return completions of the last method in a list separated by commas."""
+    *before, name = incomplete.split(",")
+    known = [*METHODS, *(point.name for point in points(PARTS))]
+    return [",".join([*before, one]) for one in known if one.startswith(name)]
+
+
 Model = Annotated[
-    str, Option("--model", "-m", help="An embedded model ('kvkeep models'), a GGUF file, a folder, or a hub id.")
+    str,
+    Option("--model", "-m", metavar="NAME", help="A named model ('kvkeep models'), a GGUF file, a folder or a hub id."),
 ]
 Weights = Annotated[
     str,
     Option(
-        help="Format of the weights: float32, bfloat16, float16, int8, int4, or auto, which keeps the format of the "
-        "model's file."
+        metavar="FORMAT",
+        help="Format of the weights: float32, bfloat16, float16, int8, int4, or auto (that of the model's file).",
+        rich_help_panel=ADVANCED,
     ),
 ]
 Device = Annotated[
     str | None,
-    Option(help="Device of the model: cpu, cuda, cuda:1, mps.", show_default="cuda if there is one, else cpu"),
+    Option(
+        metavar="NAME",
+        help="Device of the model: cpu, cuda, cuda:1, mps.",
+        show_default="cuda if there is one, else cpu",
+        rich_help_panel=ADVANCED,
+    ),
 ]
 Pre = Annotated[
     str | None,
@@ -38,6 +57,7 @@ Pre = Annotated[
         metavar="NAME",
         help="Pre-tokenizer of a GGUF file by llama.cpp's name (qwen2, llama-bpe).",
         show_default="the one that the file states",
+        rich_help_panel=ADVANCED,
     ),
 ]
 Method = Annotated[
@@ -45,9 +65,10 @@ Method = Annotated[
     Option(
         "--method",
         "-x",
-        help="Cache method ('kvkeep methods' lists them); 'stock' is transformers' own cache.",
+        metavar="NAME",
+        help="Cache method ('kvkeep methods'); 'stock' is transformers' own cache.",
         show_default="kv-direct with a budget, full without",
-        autocompletion=completion.methods,
+        autocompletion=complete_methods,
     ),
 ]
 Budget = Annotated[
@@ -55,6 +76,7 @@ Budget = Annotated[
     Option(
         "--budget",
         "-b",
+        metavar="SIZE",
         help="Cache budget: entries per layer (512), bytes (64MB), a share of prompt and answer (25%), 0 (every entry "
         "is evicted), or auto (full if it fits in --memory, else kv-direct).",
     ),
@@ -64,8 +86,10 @@ Checkpoint = Annotated[
     Option(
         "--checkpoint",
         "-c",
+        metavar="KIND",
         help="What is stored of evicted entries: kv, residual, residual:STRIDE, tokens.",
         show_default="the smaller of kv and residual",
+        rich_help_panel=CACHE,
     ),
 ]
 Where = Annotated[
@@ -73,19 +97,28 @@ Where = Annotated[
     Option(
         "--where",
         "-w",
+        metavar="PLACE",
         help="Where evicted entries are stored: device, host, disk.",
         show_default="disk for a model on the CPU, else host",
+        rich_help_panel=CACHE,
     ),
 ]
 Chunk = Annotated[
-    int | None, Option(help="Prompt tokens processed in one pass.", show_default="512, or the budget if smaller")
+    int | None,
+    Option(
+        metavar="N",
+        help="Prompt tokens processed in one pass.",
+        show_default="512, or the budget if smaller",
+        rich_help_panel=CACHE,
+    ),
 ]
-MaxTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")]
+MaxTokens = Annotated[
+    int, Option("--max-tokens", "-n", min=1, metavar="N", help="Maximum number of tokens to generate.")
+]
 Sessions = Annotated[
     str | None,
     Option(metavar="FOLDER", help="Folder of saved sessions and their blocks.", show_default="$KVKEEP_DATA/store"),
 ]
-Bucket = Annotated[str | None, Option(metavar="URL", help="Bucket that several servers share (s3://BUCKET/PREFIX).")]
 Json = Annotated[bool, Option("--json", help="Print a single JSON object on standard output, nothing else.")]
 
 
@@ -114,8 +147,10 @@ class SamplingOptions:
     """The sampling of tokens and their number."""
 
     max_tokens: MaxTokens = 128
-    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
-    seed: Annotated[int | None, Option(help="Random seed, for repeatable sampling.")] = None
+    temperature: Annotated[float, Option(min=0.0, metavar="T", help="Sampling temperature; 0 is greedy.")] = 0.0
+    seed: Annotated[
+        int | None, Option(metavar="N", help="Random seed, for repeatable sampling.", rich_help_panel=ADVANCED)
+    ] = None
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

@@ -87,9 +87,13 @@ class RemainingTime(ProgressColumn):
 def loading(name: str) -> Iterator[None]:
     """Show on a terminal that a model is being loaded, and the elapsed time, within the block."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), RemainingTime())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        progress.add_task(printable(f"Loading {name} ..."), total=None)
-        yield
+    err.file = sys.stderr  # which loading redirects, to silence libraries
+    try:
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+            progress.add_task(printable(f"Loading {name} ..."), total=None)
+            yield
+    finally:
+        err.file = None  # type: ignore[assignment] # whatever sys.stderr is
 
 
 @contextmanager

@@ -10,11 +10,10 @@ import typer
 from rich.table import Table
 
 from kvkeep.budget import Budget, bytes_of
-from kvkeep.cli import completion, options
-from kvkeep.cli.fetching import fetch_model
+from kvkeep.cli import options
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
-from kvkeep.cli.startup import startup
+from kvkeep.cli.startup import fetch_model, startup
 from kvkeep.errors import KvkeepError
 from kvkeep.policies.names import check_names
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
@@ -53,7 +52,7 @@ def plan(
             "-x",
             help="Methods to plan for; separate several by commas, or repeat the option.",
             show_default="every method with a name",
-            autocompletion=completion.methods,
+            autocompletion=options.complete_methods,
         ),
     ] = None,
     checkpoint: options.Checkpoint = None,

@@ -7,84 +7,59 @@ import os
 import sys
 from contextlib import suppress
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, reason_of
 
 
-class OutputStream(io.TextIOWrapper):
-    """A text stream that remembers the error of a failed write, because a later flush may succeed without the data."""
-
-    error: OSError | None = None
+class _Stream(io.TextIOWrapper):
+    """A text stream whose failed writes :meth:`failed` handles; everything after that goes to ``os.devnull``."""
 
     def write(self, text: str) -> int:
         """Write ``text``."""
         try:
             return super().write(text)
         except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        """Write out the buffer."""
-        try:
-            super().flush()
-        except OSError as error:
-            self.error = error
-            raise
-
-
-class ErrorStream(io.TextIOWrapper):
-    """A text stream that becomes ``os.devnull`` when a write fails."""
-
-    def write(self, text: str) -> int:
-        """Write ``text``."""
-        try:
-            return super().write(text)
-        except OSError:
-            discard(self)
+            self.failed(error)
             return len(text)
 
     def flush(self) -> None:
         """Write out the buffer."""
         try:
             super().flush()
-        except OSError:
-            discard(self)
+        except OSError as error:
+            self.failed(error)
+
+    def failed(self, error: OSError) -> None:
+        """Go on without the stream."""
+        discard(self)
+
+
+class OutputStream(_Stream):
+    """Standard output: a write that fails ends the command."""
+
+    def failed(self, error: OSError) -> None:
+        """Raise KvkeepError, or BrokenPipeError where nobody reads."""
+        discard(self)  # or Python would flush its buffer at exit
+        if isinstance(error, BrokenPipeError):
+            raise error
+        raise KvkeepError(f"Writing to standard output failed: {reason_of(error)}.") from error
 
 
 def prepare() -> None:
-    """Make the standard streams safe. They escape characters outside their encoding, and a closed standard error
-    becomes ``os.devnull``. Raises KvkeepError if standard output is closed."""
-    _open_closed()
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-    if type(sys.stderr) is io.TextIOWrapper:
-        sys.stderr.flush()
-        sys.stderr = ErrorStream(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
-    if sys.stdout is None:
-        raise KvkeepError("Standard output is closed, so there is nowhere to write to; redirect it to a file.")
-    if type(sys.stdout) is io.TextIOWrapper:
-        sys.stdout.flush()
-        sys.stdout = OutputStream(
-            sys.stdout.buffer, sys.stdout.encoding, "backslashreplace", line_buffering=sys.stdout.line_buffering
-        )
-
-
-def _open_closed() -> None:
-    """Open ``os.devnull`` for closed descriptors 0 to 2, so that no other file gets their numbers."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+    """Make the standard streams safe. They escape characters outside their encoding, and a standard error that cannot
+    be written to becomes ``os.devnull``. Raises KvkeepError if standard output is closed."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # no other file gets the number of a closed one
         os.set_inheritable(handle, True)
     os.close(handle)
-
-
-def output_error() -> OSError | None:
-    """Return the error of a failed write to standard output. In that case discard its buffer, so that Python does not
-    flush it at exit."""
-    with suppress(OSError):
-        sys.stdout.flush()
-    error: OSError | None = getattr(sys.stdout, "error", None)
-    if error is not None:
-        discard(sys.stdout)
-    return error
+    for name, kind in (("stderr", _Stream), ("stdout", OutputStream)):
+        stream = getattr(sys, name)
+        if stream is None and name == "stdout":
+            raise KvkeepError("Standard output is closed, so there is nowhere to write to; redirect it to a file.")
+        if stream is None:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+        elif type(stream) is io.TextIOWrapper:
+            stream.flush()
+            lines = name == "stderr" or stream.line_buffering
+            setattr(sys, name, kind(stream.buffer, stream.encoding, "backslashreplace", line_buffering=lines))
 
 
 def discard(stream: object) -> None:

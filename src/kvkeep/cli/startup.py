@@ -1,17 +1,19 @@
-"""Imports and loading, after the options of a command are checked."""
+"""Downloads, imports and loading, after the options of a command are checked."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvkeep.cli.fetching import fetch_model
-from kvkeep.cli.output import loading
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
+
+from kvkeep.cli.output import RemainingTime, err, loading, note
 from kvkeep.errors import OutOfMemory
+from kvkeep.models.embedded import EMBEDDED
 from kvkeep.native.room import address_space_left
 from kvkeep.units import size
 
@@ -63,3 +65,39 @@ def _check_address_space() -> None:
             f"There is not enough memory: kvkeep needs {size(needed)} of address space for its libraries alone, and "
             f"{size(left)} are left to this process; raise its limit (ulimit -v)."
         )
+
+
+def fetch_model(name: str) -> None:
+    """Fetch the embedded model ``name`` if it is not on this machine. Other names are left to loading. Raises
+    ModelError as :func:`kvkeep.models.fetching.fetch` does."""
+    if name not in EMBEDDED:
+        return
+    from kvkeep.models.fetching import fetch
+
+    model = EMBEDDED[name]
+    try:
+        with _bar(model.size) as advance:
+            fetch(model, note, advance)
+    except KeyboardInterrupt:
+        note("Interrupted. What has arrived is kept; the same command fetches the rest.")
+        raise
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows how many of ``total`` bytes have arrived, in a bar that its first call starts."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), RemainingTime())
+    progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+    tasks: list[TaskID] = []
+
+    def advance(done: int) -> None:
+        if tasks:
+            progress.update(tasks[0], completed=done)
+        else:  # the bytes of an earlier call do not count for the speed
+            tasks.append(progress.add_task("", total=total, completed=done))
+            progress.start()
+
+    try:
+        yield advance
+    finally:
+        progress.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -81,6 +81,20 @@ class EvictedEntries(NamedTuple):
     """(lanes, n) int, the last slot that each entry stands for; None where an entry stands for its slot only."""
     holes: bool = True
     """Some slots may be -1."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> EvictedEntries:
+        """Return the entries with every tensor changed."""
+        changed = (None if part is None else change(part) for part in self[:-1])
+        return EvictedEntries(*changed)._replace(holes=self.holes)  # type: ignore[arg-type]
+
+    def at(self, index: Tensor) -> EvictedEntries:
+        """Return copies of the entries at ``index`` (lanes, n)."""
+        return self.each(lambda rows: gathered(rows, index))
+
+
+def gathered(rows: Tensor, index: Tensor) -> Tensor:
+    """Return copies of the rows (lanes, entries, ...) at ``index`` (lanes, n)."""
+    return rows.gather(1, index.view(*index.shape, *(1,) * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:]))
 
 
 class Beginning(NamedTuple):

@@ -41,7 +41,7 @@ class Fate(ABC):
     merges: ClassVar[bool] = False
     """:attr:`EvictedStore.merges` of its stores."""
     makes_room: ClassVar[bool] = False
-    """:attr:`EvictedStore.makes_room` of its stores."""
+    """Its stores merge neighbours instead of taking evicted entries (:attr:`EvictedStore.neighbours`)."""
     across_heads: ClassVar[bool] = False
     """How an entry of one KV head is stored depends on other heads."""
     files: ClassVar[Sequence[str]] = ()

@@ -80,12 +80,10 @@ class Recall(ABC):
     """What the recall promises about the output; None: the fate's promise holds."""
     backed: ClassVar[bool] = True
     """It needs every entry in a checkpoint."""
-    loses: ClassVar[bool] = False
-    """The recall still works when a checkpoint of limited capacity has lost entries."""
     reads_all: ClassVar[bool] = False
     """Every step attends to all entries of the checkpoint, so the budget may be 0."""
     drafts: ClassVar[bool] = False
-    """The recall decodes in rounds of draft and verify."""
+    """The recall decodes in rounds of draft and verify, for which a checkpoint may not lose entries."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     endless: ClassVar[bool] = False

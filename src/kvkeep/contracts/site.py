@@ -25,10 +25,6 @@ class Site:
     """The layer's budget, in entries of each KV head."""
     budgets: Sequence[int]
     """Resident entries of each KV head; one number: the same for all heads."""
-    in_order: bool
-    """Entries are evicted in the order of the text, the same in all heads."""
-    page: int
-    """Rows rebuilt at a time."""
     readers: int
     """Modules that read its entries."""
     first: bool

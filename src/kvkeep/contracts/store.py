@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,8 +13,9 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.memory.rows import Rows
-from kvkeep.step.plan import LayerStep, Span
+from kvkeep.step.plan import Destination, Span, StoreShare
+
+_NOTHING = StoreShare()
 
 
 class SecondReading(NamedTuple):
@@ -44,43 +46,33 @@ class EvictedStore(Part):
     """Where the selector does not score by attention, the attention of the last step scores resident entries."""
     merges: ClassVar[bool] = False
     """Evicted entries are merged into resident ones, which then stand for several tokens."""
-    makes_room: ClassVar[bool] = False
-    """:meth:`make_room` merges entries until new ones fit, instead of evicting any."""
-    taken: int | None = None
-    """Entries taken so far, where they are taken in the order of the text."""
+
+    @property
+    def neighbours(self) -> MakesRoom | None:
+        """This store, where it merges neighbours instead of taking evicted entries; else None."""
+        return None
 
     @property
     def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
         return 0
 
-    @property
-    def rows(self) -> tuple[Rows, Rows] | None:
-        """Where keys and values are kept in the order of the text; None where they are not kept so."""
-        return None
-
-    def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor], least: int) -> int | None:
-        """Take the first entries of a text into this empty store: at least ``least`` ones of the pieces (lanes, n, dim)
-        in order, which never change, and more where that needs no copy. Return how many; None, without taking any,
-        where entries have to be evicted one piece after the other."""
-        return None
-
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""
 
-    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
-        """If the new entry ``evicts`` one, write into ``step`` where the evicted entry of each lane is copied: to the
-        place where :meth:`take` would put it. Return the spans after the step; None where the store cannot plan it."""
-        more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
-        return None if more else ()
+    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
+        """Return what the step of a token reads of this store; None where the store cannot plan it. If the new entry
+        ``evicts`` one, the step copies the evicted entry of each lane to the place where :meth:`take` would put it.
+        append: where the new entries of the lanes from ``first_lane`` on are written."""
+        more = self.keeps or self.listens or self.watches or self.merges or self.neighbours is not None
+        return None if more else _NOTHING
 
-    def commit(self, slot: int | None) -> None:
-        """Note that a step of :meth:`plan` that evicts has run. slot: the slot of the evicted entry in all lanes; None:
-        the step wrote the slots beside the entry."""
+    def commit(self) -> None:
+        """Note that a step of :meth:`plan` that evicts has run. It wrote the slots beside the entries."""
 
     def spans(self) -> Sequence[Span] | None:
-        """Return views of the entries of :meth:`pieces`, codes in groups first. Every later query sees all of them. As
-        long as the tensors stay, each call returns the same objects. None where attention needs a copy."""
+        """Return views of the entries of :meth:`pieces`, codes in groups first. Every later query sees all of them.
+        None where attention needs a copy."""
         return None if self.keeps else ()
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
@@ -96,25 +88,9 @@ class EvictedStore(Part):
         """Make entries resident again if they rank high enough. Called after a step, only where the store
         :attr:`listens`."""
 
-    def begin(self, resident: WorkingSet) -> None:
-        """Prepare for a step that attends before its entries are settled."""
-
-    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
-        """Learn a step's ``output`` (lanes, heads, queries, value_dim), before its entries are settled."""
-
-    def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
-        """Keep new entries of a bank, merging until they fit; only where the store :attr:`makes_room`."""
-
-    def settled(self, observed: bool, resident: WorkingSet) -> None:
-        """Called after new entries are settled. observed: their attention was observed."""
-
     def fit(self, text: SecondReading, resident: WorkingSet) -> None:
         """Change the resident entries of a text that a reconstruction has chosen, so that attention to them is like
         attention to the whole text. Called once, only where the fate keeps :attr:`Fate.reference_queries`."""
-
-    def merged(self) -> tuple[int, int]:
-        """Return the number of merged pairs of entries, and the number of those with a clamped weight."""
-        return 0, 0
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return the state of each slot's entry, as if the entry were evicted: (lanes, ``length``) int8 codes of
@@ -129,3 +105,31 @@ class EvictedStore(Part):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Restore the result of :meth:`state`."""
+
+
+class MakesRoom(EvictedStore):
+    """A store that merges resident entries until new ones fit, instead of taking evicted ones."""
+
+    keeps = False
+
+    @property
+    def neighbours(self) -> MakesRoom:
+        """This store."""
+        return self
+
+    def begin(self, resident: WorkingSet) -> None:
+        """Prepare for a step that attends before its entries are settled."""
+
+    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
+        """Learn a step's ``output`` (lanes, heads, queries, value_dim), before its entries are settled."""
+
+    @abstractmethod
+    def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
+        """Keep new entries of a bank, merging until they fit."""
+
+    def settled(self, observed: bool, resident: WorkingSet) -> None:
+        """Called after new entries are settled. observed: their attention was observed."""
+
+    @abstractmethod
+    def merged(self) -> tuple[int, int]:
+        """Return the number of merged pairs of entries, and the number of those with a clamped weight."""

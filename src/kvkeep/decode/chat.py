@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,15 +19,6 @@ from kvkeep.decode.prompt import Messages, encode
 from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
-
-SUMMARISE = "Summarise our conversation so far in a few sentences: names, facts, and what was decided."
-"""The request to the model for a summary, which then replaces turns."""
-SUMMARISED = "What have we talked about so far?"
-"""The question before the summary, because a template may require that questions and answers alternate."""
-
-_END = re.compile(r"(?<!\d)[.!?\u2026][\"'\u2019\u201d)*]*(?=\s|$)|[\u3002\uff01\uff1f][\u300d\u300f]*")
-"""The end of a sentence, with the closing quotes, brackets and asterisks. A point after a number may belong to a
-list."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +106,7 @@ class Conversation:
         forgotten, their blocks are removed, too."""
         self.check_savable()
         ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._last_notes()}
+        notes["model"] = self.model.name_or_path.rpartition("/")[2].removesuffix(".gguf")
         save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer), forget=self._forgot)
         self._forgot = False
 
@@ -222,7 +213,7 @@ class Conversation:
         """Have the cache keep the windows and recurrent states to which :meth:`undo` and :meth:`retry` go back: those
         before the first ``known`` tokens, which precede the last question, and before its end, ``question``."""
         if isinstance(self.cache, KeepCache):
-            before = sorted(self.cache.stream.block_ends)[:1] if same_question else [known]
+            before = sorted(self.cache.stream.record.block_ends)[:1] if same_question else [known]
             watch(self.cache, *before, question)
 
     # -- messages and cache -----------------------------------------------------------------------------
@@ -256,39 +247,6 @@ class Conversation:
         """Forget the oldest ``turns`` turns."""
         self._changed(self._without(turns))
 
-    def summarised(self, turns: int, question: str | None) -> int:
-        """Return the length of the prompt in tokens with an empty summary in place of the oldest ``turns`` turns.
-        question: the next question; None: the last answer continues."""
-        return self._tokens(self._with_summary(turns, ""), question)
-
-    def summary_prompt(self, turns: int) -> list[int]:
-        """Return all token ids up to the start of a summary of the oldest ``turns`` turns."""
-        head = self._head
-        return self._encoded(self.messages[: len(head) + 2 * turns], SUMMARISE)
-
-    def summarise(
-        self, turns: int, question: str | None = None, limit: int | None = None, **options: Unpack[GenerateOptions]
-    ) -> Generation:
-        """Replace the oldest ``turns`` turns by a summary that the model writes. After an error or interrupt, the
-        conversation is as before. A summary that was cut off keeps its complete sentences. limit: the maximum number of
-        tokens of the prompt then; ``question`` as in :meth:`excess`. Raises UsageError if the model writes no summary,
-        or one that is too long."""
-        result = self._generate(self.summary_prompt(turns), **options)
-        if result.stopped == "interrupted":
-            self._crop()
-            raise KeyboardInterrupt
-        text = result.text if result.stopped == "eos" else whole_sentences(result.text)
-        messages, problem = self._with_summary(turns, text), None
-        if not result.text.strip():
-            problem = "The model wrote no summary"
-        elif limit is not None and self._tokens(messages, question) > limit:
-            problem = "The model's summary is too long"
-        if problem is not None:
-            self._crop()
-            raise UsageError(f"{problem}, so nothing was changed.")
-        self._changed(messages)
-        return result
-
     @property
     def _head(self) -> Messages:
         return [message for message in self.messages[:1] if message["role"] == "system"]
@@ -296,10 +254,6 @@ class Conversation:
     def _without(self, turns: int) -> Messages:
         head = self._head
         return [*head, *self.messages[len(head) + 2 * turns :]]
-
-    def _with_summary(self, turns: int, summary: str) -> Messages:
-        summarised = [{"role": "user", "content": SUMMARISED}, {"role": "assistant", "content": summary}]
-        return [*self._head, *summarised, *self._without(turns)[len(self._head) :]]
 
     def _tokens(self, messages: Messages, question: str | None) -> int:
         return len(encode(self.tokenizer, messages) if question is None else self._encoded(messages, question))
@@ -321,12 +275,6 @@ class Conversation:
         texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         texts += [] if self.last is None else [self.last.sequence]
         self.past.cut(max((common_prefix(self.ids, ids) for ids in texts), default=0))
-
-
-def whole_sentences(text: str) -> str:
-    """Return a text up to the end of its last complete sentence, or all of it if it has none."""
-    *_, end = (0, *(one.end() for one in _END.finditer(text)))
-    return (text[:end] if end else text).strip()
 
 
 def _is_message(value: Any) -> bool:

@@ -363,20 +363,20 @@ def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
     finally:
         scheduler.remove(scheduled)
         read = [*caller.prompt, *answer.tokens][: cache.get_seq_length()]
-        cache.stream.text = digest_text(torch.tensor([read])) if read else None
+        cache.stream.record.note_text(digest_text(torch.tensor([read])) if read else None)
 
 
 def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict[str, Any]) -> list[int]:
     """Run transformers' loop for the answer, with transformers' caches and prompt lookup; return the tokens."""
     cache = answer.cache
     if isinstance(cache, KeepCache):
-        cache.stream.on_progress = caller.progress
+        cache.stream.record.tell(caller.progress)
     try:
         criteria = StoppingCriteriaList([_Follower(answer, caller)])
         output = model.generate(ids, stopping_criteria=criteria, return_dict_in_generate=False, **call)
     finally:
         if isinstance(cache, KeepCache):
-            cache.stream.on_progress = None
+            cache.stream.record.tell_nobody()
     tokens: list[int] = output[0, ids.shape[1] :].tolist()
     return tokens
 

@@ -160,7 +160,7 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of the failed pass.
     Raises only torch.AcceleratorError."""
     cache = read.cache
-    cache.stream.cut = read.cut
+    cache.stream.record.expect_more(read.cut)
     try:
         ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
         first = cache.get_seq_length() if read.first is None else read.first
@@ -176,7 +176,7 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     except Exception as error:
         return _without_memory(read, error)
     finally:
-        cache.stream.cut = False
+        cache.stream.record.expect_more(False)
 
 
 def chunk_size(cache: KeepCache) -> int:

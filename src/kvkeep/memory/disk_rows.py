@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.errors import EntriesLost
 from kvkeep.native import library
+from kvkeep.native.structures import address_of, rows
 
 
 class Digests:
@@ -51,14 +52,11 @@ class Digests:
         return False
 
 
-def _digests(page: Tensor, first: int, count: int, rows: int) -> Tensor:
-    """Return the digests of ``count`` blocks of a page (lanes, n, width) from block ``first`` on, (lanes, count)."""
-    lanes, size = page.shape[0], page.itemsize
-    block = rows * page.stride(1) * size
-    found = torch.empty(lanes, count, dtype=torch.int64)
-    library.kernels().kvkeep_digests(
-        page.data_ptr() + first * block, lanes, page.stride(0) * size, count, block, found.data_ptr()
-    )
+def _digests(page: Tensor, first: int, count: int, block: int) -> Tensor:
+    """Return the digests of ``count`` blocks of ``block`` rows of a page (lanes, n, width) from block ``first`` on,
+    (lanes, count)."""
+    found, described = torch.empty(len(page), count, dtype=torch.int64), rows(page)
+    library.kernels().kvkeep_digests(address_of(described), first, count, block, found)
     return found
 
 

@@ -45,7 +45,6 @@ class RecentPages(PagedRows):
                 del self.pages[0], self.starts[0]
             if self._digests is not None:
                 self._digests.keep(self.first, self.length)
-            self.changes += 1
 
     def holds(self, rows: Tensor) -> bool:
         """Return whether ``rows`` can be the next page: they are whole blocks of one unit, and the pages so far are

@@ -267,7 +267,6 @@ class PagedRows:
         self.length = 0
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
-        self.changes = 0  # number of changes of the list of pages
         self._fixed = 0  # the first rows, which never change, because other stores may read them
         self._digests = Digests(smallest) if checked(home) else None
 
@@ -286,7 +285,6 @@ class PagedRows:
             page = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
             self.starts.append(self._allocated)
             self.pages.append(page)
-            self.changes += 1
         start, self.length = self.length, stop
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
@@ -300,7 +298,6 @@ class PagedRows:
         self.starts.append(self.length)
         self.pages.append(rows)
         self.length += rows.shape[-2]
-        self.changes += 1
         self._fixed = self.length
         return self._completed()
 
@@ -392,14 +389,12 @@ class PagedRows:
         while self.pages and self.starts[-1] >= self.length:
             self.pages.pop()
             self.starts.pop()
-            self.changes += 1
         if self.length < self._fixed:
             if self.length < self._allocated:  # other stores read the last page, and this one will write to it
                 page = self.pages[-1]
                 copied = self.home.allocate(tuple(page.shape), page.dtype).copy_(page)
                 check_read(page)
                 self.pages[-1] = copied
-                self.changes += 1
             self._fixed = self.starts[-1] if self.length < self._allocated else self.length
 
     def select(self, index: Tensor) -> None:
@@ -407,7 +402,6 @@ class PagedRows:
             selected(page, index, self.home, writable=start >= self._fixed)
             for start, page in zip(self.starts, self.pages, strict=True)
         ]
-        self.changes += 1
         self._fixed = 0
         if self._digests is not None:
             self._digests.keep(0, 0)

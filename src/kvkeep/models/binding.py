@@ -288,9 +288,9 @@ def _prepare(model: Any, prepare: Callable[..., Any], input_ids: Any, *args: Any
         if begins and cache.length:
             check_text(cache, input_ids, cut, input_ids.shape[1] if vectors is None else vectors.shape[1])
         if begins and cache.length and cut is None:  # the input is only the new tokens
-            cache.text = None
+            cache.record.note_text(None)
         elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # otherwise the pass is refused
-            cache.text = digest_text(input_ids, None if begins else cache.text)
+            cache.record.note_text(digest_text(input_ids, None if begins else cache.record.text))
     if cache is not None and model.config.model_type in _DROPS_CACHES:  # uses the function of other families
         prepare = getattr(super(next(one for one in type(model).__mro__ if PREPARE in vars(one)), model), PREPARE)
     return prepare(input_ids, *args, **kwargs)
@@ -300,7 +300,7 @@ def check_text(cache: Reading, ids: Tensor, cut: int | None, given: int) -> None
     """Raise UsageError if ``generate`` begins with a text that ``cache`` has not read. cut: the number of tokens that
     transformers regards as new; None if it passes all of them. given: the number of tokens of the text, whose ids may
     be unknown."""
-    read, text, length = cache.length, cache.text, ids.shape[1]
+    read, text, length = cache.length, cache.record.text, ids.shape[1]
     if cut is not None and cut <= 0:
         raise UsageError(f"The cache already holds {read} tokens, and this text has {given}. {_GOES_ON}")
     if text is None or text[0] != read or len(text[1]) != len(ids) or length < read:
@@ -389,8 +389,7 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
             f"The cache holds a batch of {cache.rows}, and the input is a batch of {len(tokens)}; call reset() before "
             "another batch, or use one cache for each batch."
         )
-    if cache.text is not None and cache.text[0] < cache.length + total:  # the text lacks these tokens
-        cache.text = None
+    cache.record.grow_to(cache.length + total)
     cache.admit(total)
     cache.earlier_outputs = []
     if total > 1 and len(sizes := cache.chunks(total)) > 1:
@@ -418,7 +417,7 @@ def _all_but_last_chunk(
             )
     past, total, earlier = cache.length, sum(sizes), []
     stops = [*accumulate(sizes)]
-    cache.cut = True
+    cache.record.expect_more(True)
     try:
         for start, stop in zip([0, *stops], stops[:-1], strict=False):
             output = decoder(**_slice(given, start, stop, total, past))
@@ -427,7 +426,7 @@ def _all_but_last_chunk(
             if wanted:
                 earlier.append(rows[:, rows.shape[1] - wanted :])
     finally:
-        cache.cut = False
+        cache.record.expect_more(False)
     cache.earlier_outputs = earlier
     return _slice(given, stops[-2], total, total, past)
 

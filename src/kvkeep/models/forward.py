@@ -68,15 +68,12 @@ class Reading(Protocol):
     """Whether every query may influence the choice of entries."""
     last_outputs: int
     """The number of last outputs that the caller uses, of a decoder that returns all; 0: all."""
-    text: tuple[int, list[int]] | None
-    """The number of tokens that transformers' ``generate`` has read and is about to read, and a digest of each row;
-    None for other texts."""
+    record: Any
+    """What is known of the text (:class:`~kvkeep.text_record.TextRecord`)."""
     decoder: Any
     """The only decoder whose passes the cache takes part in; None: any."""
     chunk: int
     """Tokens of a chunk."""
-    cut: bool
-    """Whether another chunk follows the current one."""
     earlier_outputs: list[Tensor]
     """Outputs of the chunks before the last."""
     pass_hooks: Any

@@ -26,7 +26,7 @@ from kvkeep.models.packed import Packed, PackedLinear
 from kvkeep.models.rotary import Rotary, replace_rotary
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
-from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address, address_of
+from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address_of, array
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep
 
@@ -52,8 +52,7 @@ class FusedNorm:
             return type(self.norm).forward(self.norm, x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        width = x.shape[-1]
-        kernels().kvkeep_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, x.numel() // width, width, out.data_ptr())
+        kernels().kvkeep_norm(x, self.weight, self.eps, out)
         return out
 
 
@@ -110,8 +109,8 @@ class FusedLayer:
             out=out.struct,
             gates=tuple(part.struct for part in gates),
             down=down.struct,
-            qkv_bias=tuple(address(part.bias) for part in qkv),
-            out_bias=address(out.bias),
+            qkv_bias=tuple(array(part.bias) for part in qkv),
+            out_bias=array(out.bias),
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -120,7 +119,7 @@ class FusedLayer:
             activation=self.gate,
         )
         for name, norm in self._weights.items():
-            setattr(struct, name, None if norm is None else norm.weight.data_ptr())
+            setattr(struct, name, array(None if norm is None else norm.weight))
             if norm is not None:
                 struct.eps = norm.eps
         # Keeps the buffers alive as long as the pointers, even if the modules move.
@@ -186,17 +185,12 @@ class FusedLayer:
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
         value = torch.empty_like(key)
-        places = (one.data_ptr() for one in (query, key, value))
-        kernels().kvkeep_before_attention(
-            self.address, x.data_ptr(), batch, count, cos.data_ptr(), sin.data_ptr(), len(cos) == 1, *places
-        )
+        kernels().kvkeep_before_attention(self.address, x, batch, cos, sin, query, key, value)
         return query, key, value, x
 
     def _leave(self, output: Tensor, residual: Tensor) -> Tensor:
-        output = output.contiguous()
-        rows = residual.shape[0] * residual.shape[1]
         result = torch.empty_like(residual)
-        kernels().kvkeep_after_attention(self.address, output.data_ptr(), residual.data_ptr(), rows, result.data_ptr())
+        kernels().kvkeep_after_attention(self.address, output.contiguous(), residual, result)
         return result
 
 

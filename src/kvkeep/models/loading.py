@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from kvkeep.models.fused import fuse
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.model_files import check_config, check_folder, check_ids, check_index, check_sizes, check_tokenizer
 from kvkeep.models.model_names import check_device, checked_format, place_of
-from kvkeep.models.packed import KINDS
+from kvkeep.models.packed import Packed
 from kvkeep.models.packing import Packing
 from kvkeep.models.silence import silenced
 from kvkeep.models.weight_memory import Format, GgufTensors, check_memory, chosen_format, free_memory, weight_bytes
@@ -28,6 +28,10 @@ from kvkeep.models.weights import filled, read_weights
 from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
 from kvkeep.units import size
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 DEFAULT = "smollm2"
 TOKENIZER_BYTES = 20
@@ -38,9 +42,10 @@ TOKENIZER_BYTES = 20
 class Loaded:
     """A model and its tokenizer."""
 
-    model: Any = field(repr=False)
+    model: PreTrainedModel = field(repr=False)
     """The model, in eval mode."""
-    tokenizer: Any = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    """Its tokenizer, with a chat template."""
     name: str
     """The requested name."""
     source: str
@@ -119,8 +124,10 @@ def load(
             config = _read_config(source)
             tokenizer = _tokenizer(source)
             trim_memory()  # releases the tokenizer's parsed files
-            model, kept = _model(source, config, requested, target)
+            model = _model(source, config, requested, target)
         model.kvkeep_tokenizer = tokenizer  # for methods that prompt the model
+        packed = any(isinstance(one, Packed) and one.kind != "BF16" for one in model.modules())
+        kept = requested if requested != "auto" or packed else str(model.dtype).removeprefix("torch.")
         try:
             return Loaded(model.to(target), tokenizer, text, source.place, kept)
         except torch.OutOfMemoryError as error:
@@ -223,8 +230,8 @@ def _tokenizer(source: Source) -> Any:
     return made
 
 
-def _model(source: Source, config: Any, requested: str, device: torch.device) -> tuple[Any, str]:
-    """Return the model in the ``requested`` format, if memory has room for it, and :attr:`Loaded.weights`."""
+def _model(source: Source, config: Any, requested: str, device: torch.device) -> Any:
+    """Return the model in the ``requested`` format, after a check that it fits into memory."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     options = {"revision": source.revision, "trust_remote_code": False}
@@ -233,8 +240,7 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
             raise UsageError(
                 f"The weights of '{source.name}' are already quantised and are loaded as they are; ask for auto."
             )
-        model = read_weights(AutoModelForCausalLM, source.place, source.name, dtype="auto", **options)
-        return model, _word(model.dtype)
+        return read_weights(AutoModelForCausalLM, source.place, source.name, dtype="auto", **options)
     stored = source.stored
     made = chosen_format(requested, device, stored is not None, _stated(config))
     check_memory(source.name, config, requested, made, device, stored)
@@ -249,16 +255,7 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
             empty = torch.nn.Parameter(torch.empty(0, dtype=made.dtype), requires_grad=False)
             decoder_of(model).register_parameter("kvkeep_dtype", empty)
         fuse(model, layers_of(decoder_of(model)))
-    own = (
-        made.packed
-        and made.bits is None
-        and any(one.packs and KINDS[one.kind].bits < 16 for one in (stored or {}).values())
-    )
-    return model, requested if requested != "auto" or own else _word(model.dtype)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return model
 
 
 def _of_file(name: str, gguf: GgufModel, made: Format) -> Any:

@@ -22,7 +22,7 @@ from kvkeep.errors import ModelError
 from kvkeep.extras import optional
 from kvkeep.geometry import ModelGeometry
 from kvkeep.native.library import kernels, library
-from kvkeep.native.structures import KIND_NUMBERS, KvMatrix, address, address_of
+from kvkeep.native.structures import KIND_NUMBERS, NOT_FINITE, KvMatrix, address_of, array
 
 HALF_MAXIMUM = 65504.0
 """Largest float16 number. Scales and offsets are float16."""
@@ -164,7 +164,7 @@ class Packed(nn.Module):
     @functools.cached_property
     def struct(self) -> KvMatrix:
         """The matrix as a struct for the kernels. Its tensors must outlive it."""
-        return KvMatrix(self.data.data_ptr(), self.in_features, self.out_features, KIND_NUMBERS[self.kind])
+        return KvMatrix(array(self.data), self.in_features, self.out_features, KIND_NUMBERS[self.kind])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move to another device. Codes keep their dtype; panels become rows if the library does not run there."""
@@ -184,7 +184,7 @@ class Packed(nn.Module):
             return Blocks(self.kind, self.data.cpu())
         about = KINDS[self.kind]
         rows = torch.empty(self.out_features, self.in_features // about.elements * about.size, dtype=torch.uint8)
-        kernels().kvkeep_unpack(address_of(self.struct), rows.data_ptr(), rows.shape[1])
+        kernels().kvkeep_unpack(address_of(self.struct), rows, rows.shape[1])
         return Blocks(self.kind, rows)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -199,7 +199,7 @@ class Packed(nn.Module):
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.out_features:
             raise IndexError(f"Row indices are from 0 to {self.out_features - 1}.")
         made = torch.empty(len(index), self.in_features)
-        kernels().kvkeep_rows(address_of(self.struct), index.data_ptr(), len(index), made.data_ptr())
+        kernels().kvkeep_rows(address_of(self.struct), index, made)
         return made
 
     @property
@@ -251,9 +251,7 @@ def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return nn.functional.linear(x, matrix.dense(x.dtype), None if bias is None else bias.to(x.dtype))
     rows = x.to(torch.bfloat16).reshape(-1, matrix.in_features).contiguous()
     out = torch.empty(len(rows), matrix.out_features, dtype=torch.bfloat16)
-    kernels().kvkeep_product(
-        address_of(matrix.struct), rows.data_ptr(), len(rows), address(bias), out.data_ptr(), matrix.out_features
-    )
+    kernels().kvkeep_product(address_of(matrix.struct), rows, bias, out, matrix.out_features)
     return out.view(*x.shape[:-1], matrix.out_features).to(x.dtype)
 
 
@@ -275,7 +273,7 @@ def _packed(matrix: Blocks) -> Tensor:
     outputs, inputs = matrix.shape
     number, rows = KIND_NUMBERS[matrix.kind], matrix.rows.contiguous()
     panels = torch.empty(kernels().kvkeep_packed_bytes(number, inputs, outputs), dtype=torch.uint8)
-    if not kernels().kvkeep_pack(number, inputs, outputs, rows.data_ptr(), rows.shape[1], panels.data_ptr()):
+    if kernels().kvkeep_pack(number, inputs, outputs, rows, rows.shape[1], panels) == NOT_FINITE:
         raise ModelError(
             f"A matrix of {outputs} x {inputs} weights ({matrix.kind}) has a scale that is infinite or NaN: the "
             "file is damaged; fetch it again."

@@ -45,9 +45,8 @@ class Rotary:
         frequencies, positions = self.frequencies[prefix], position_ids.to(torch.int64).contiguous()
         cos = torch.empty(*positions.shape, 2 * len(frequencies), dtype=torch.bfloat16)
         sin = torch.empty_like(cos)
-        inputs = (positions.data_ptr(), positions.numel(), frequencies.data_ptr(), len(frequencies))
         scaling = getattr(self.module, f"{prefix}attention_scaling")
-        kernels().kvkeep_angles(*inputs, scaling, cos.data_ptr(), sin.data_ptr())
+        kernels().kvkeep_angles(positions, frequencies, scaling, cos, sin)
         return cos, sin
 
 

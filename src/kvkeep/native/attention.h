@@ -50,19 +50,18 @@ struct AttentionJob {  // the arguments of kvkeep_attend
   Softmax* softmax_so_far() const { return (Softmax*)state; }
   float* mixes_so_far() const { return state + attention->lanes * rows() * 2; }
 
-  // The numbers of the first and the last block that any lane has.
-  int64_t first_block() const {
-    const KvAttention& a = *attention;
-    int64_t first = INT64_MAX;
-    for (int64_t lane = 0; lane < a.lanes; lane++)
-      first = min64(first, block_of(first_of(a, lane) + shift_of(a, lane)));
-    return first;
+  // The numbers of the first block of a lane, and of the one behind its last.
+  int64_t first_block(int64_t lane) const {
+    return block_of(first_of(*attention, lane) + shift_of(*attention, lane));
   }
-  int64_t last_block() const {
-    const KvAttention& a = *attention;
-    int64_t last = first_block();
-    for (int64_t lane = 0; lane < a.lanes; lane++) last = max64(last, block_of(a.entries - 1 + shift_of(a, lane)));
-    return last;
+  int64_t stop_block(int64_t lane) const {
+    return max64(first_block(lane), block_of(attention->entries - 1 + shift_of(*attention, lane))) + 1;
+  }
+  int64_t blocks() const {  // of the lane that has the most
+    int64_t longest = 1;
+    for (int64_t lane = 0; lane < attention->lanes; lane++)
+      longest = max64(longest, stop_block(lane) - first_block(lane));
+    return longest;
   }
 
   // Writes the result of row number `row` of all lanes.
@@ -85,7 +84,7 @@ struct AttentionJob {  // the arguments of kvkeep_attend
 };
 
 // Attends for a part of a lane's rows, over all blocks in order.
-static void attend_part(const AttentionJob& job, int64_t first, int64_t last, int64_t lane, int64_t part) {
+static void attend_part(const AttentionJob& job, int64_t lane, int64_t part) {
   const KvAttention& a = *job.attention;
   const int64_t dim = a.value_dim, row = part * PART_ROWS, rows = min64(PART_ROWS, job.rows() - row);
   const int64_t start = lane * job.rows() + row;
@@ -93,10 +92,11 @@ static void attend_part(const AttentionJob& job, int64_t first, int64_t last, in
   Softmax* softmax = job.state ? job.softmax_so_far() + start : local;
   float* mixes = job.state ? job.mixes_so_far() + start * dim
                            : (float*)kv_scratch(KV_SCRATCH_MIXES, size_t(rows * dim * 4));
+  if (!mixes) return;
   if (!job.state)
     for (int64_t r = 0; r < rows; r++) local[r] = {MINUS_INFINITY, 0.0f};
   BlockAttention part_rows(a, lane, row, rows);
-  for (int64_t block = first; block <= last; block++)
+  for (int64_t block = job.first_block(lane), stop = job.stop_block(lane); block < stop; block++)
     part_rows.attend(block, [&](int64_t r, const Softmax& more, const float* mix) {
       combine(softmax[r], mixes + r * dim, more, mix, dim);
     });
@@ -105,22 +105,23 @@ static void attend_part(const AttentionJob& job, int64_t first, int64_t last, in
 }
 
 static size_t bytes_by_blocks(const AttentionJob& job) {
-  const int64_t blocks = job.last_block() - job.first_block() + 1;
-  return size_t(job.attention->lanes * job.rows() * blocks) * (size_t(job.attention->value_dim) * 4 + sizeof(Softmax));
+  const size_t bytes = size_t(job.attention->value_dim) * 4 + sizeof(Softmax);
+  return size_t(job.attention->lanes * job.rows() * job.blocks()) * bytes;
 }
 
 // Attends with blocks as tasks, where there are few rows; then combines them in order.
-static void attend_blocks(const AttentionJob& job, int64_t first, int64_t last) {
+static void attend_blocks(const AttentionJob& job) {
   const KvAttention& a = *job.attention;
-  const int64_t rows = job.rows(), dim = a.value_dim, blocks = last - first + 1, all = a.lanes * rows;
+  const int64_t rows = job.rows(), dim = a.value_dim, blocks = job.blocks(), all = a.lanes * rows;
   float* mixes = (float*)kv_scratch(KV_SCRATCH_BLOCKS, bytes_by_blocks(job));
+  if (!mixes) return;
   Softmax* found = (Softmax*)(mixes + all * blocks * dim);
   for (int64_t i = 0; i < all * blocks; i++) found[i] = {MINUS_INFINITY, 0.0f};
   run_tasks(a.lanes * blocks, job.products(), [&](int64_t task) {
     const int64_t lane = task / blocks, block = task % blocks;
     for (int64_t row = 0; row < rows; row += PART_ROWS) {
       BlockAttention part_rows(a, lane, row, min64(PART_ROWS, rows - row));
-      part_rows.attend(first + block, [&](int64_t r, const Softmax& softmax, const float* mix) {
+      part_rows.attend(job.first_block(lane) + block, [&](int64_t r, const Softmax& softmax, const float* mix) {
         const int64_t place = (lane * rows + row + r) * blocks + block;
         found[place] = softmax;
         memcpy(mixes + place * dim, mix, size_t(dim * 4));
@@ -141,7 +142,7 @@ static void attend_blocks(const AttentionJob& job, int64_t first, int64_t last) 
 
 struct PartTask {
   const AttentionJob* job;
-  int64_t first, last, lane, part;
+  int64_t lane, part;
 };
 
 // Sums of some attentions, which say how their work is shared and what they need.
@@ -155,7 +156,7 @@ struct Work {
     const KvAttention& a = *job.attention;
     parts += a.lanes * job.parts();
     products += job.products();
-    blocks = max64(blocks, job.last_block() - job.first_block() + 1);
+    blocks = max64(blocks, job.blocks());
     mixes = size_t(max64(int64_t(mixes), int64_t(bytes_by_blocks(job))));
     add_needs(a, needs);
     needs.add(KV_SCRATCH_MIXES, min64(PART_ROWS, job.rows()) * a.value_dim * 4);
@@ -180,18 +181,17 @@ static void attend_jobs(const AttentionJob* jobs, int64_t count) {
         job.softmax_so_far()[r] = {MINUS_INFINITY, 0.0f};
   }
   if (work.by_blocks()) {
-    for (int64_t j = 0; j < count; j++) attend_blocks(jobs[j], jobs[j].first_block(), jobs[j].last_block());
+    for (int64_t j = 0; j < count; j++) attend_blocks(jobs[j]);
     return;
   }
   PartTask* tasks = (PartTask*)kv_scratch(KV_SCRATCH_TASKS, size_t(work.parts) * sizeof(PartTask));
+  if (!tasks) return;
   PartTask* task = tasks;
-  for (int64_t j = 0; j < count; j++) {
-    const int64_t first = jobs[j].first_block(), last = jobs[j].last_block();
+  for (int64_t j = 0; j < count; j++)
     for (int64_t lane = 0; lane < jobs[j].attention->lanes; lane++)
-      for (int64_t part = 0; part < jobs[j].parts(); part++) *task++ = {jobs + j, first, last, lane, part};
-  }
+      for (int64_t part = 0; part < jobs[j].parts(); part++) *task++ = {jobs + j, lane, part};
   run_tasks(work.parts, work.products, [&](int64_t t) {
-    attend_part(*tasks[t].job, tasks[t].first, tasks[t].last, tasks[t].lane, tasks[t].part);
+    attend_part(*tasks[t].job, tasks[t].lane, tasks[t].part);
   });
 }
 
@@ -215,8 +215,8 @@ static void receive_block(const KvAttention& a, const float* lse, int64_t last, 
 
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
 
-static KvStatus attend(const KvAttention* a, void* out, int float_out, float* lse, float* state, int resume) {
-  const AttentionJob job{a, out, float_out, lse, state, resume};
+static KvStatus attend(const KvAttention* a, KvArray out, KvArray lse, KvArray state, int resume) {
+  const AttentionJob job{a, out.data, out.type == KV_FLOAT32, numbers<float>(lse), numbers<float>(state), resume};
   Needs needs;
   Work work(needs);
   work.add(job);
@@ -226,13 +226,13 @@ static KvStatus attend(const KvAttention* a, void* out, int float_out, float* ls
   return KV_DONE;
 }
 
-static KvStatus received(const KvAttention* a, const float* lse, int64_t last, int reduce_max, float* out) {
+static KvStatus received(const KvAttention* a, KvArray lse, int64_t last, int reduce_max, KvArray out) {
   Needs needs;
   add_needs(*a, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
   const int64_t blocks = (a->entries + BLOCK_ENTRIES - 1) / BLOCK_ENTRIES;
   run_tasks(a->lanes * blocks, a->lanes * a->groups * a->queries * a->entries * a->dim, [&](int64_t task) {
-    receive_block(*a, lse, last, reduce_max != 0, out, task / blocks, task % blocks);
+    receive_block(*a, numbers<float>(lse), last, reduce_max != 0, numbers<float>(out), task / blocks, task % blocks);
   });
   return KV_DONE;
 }
@@ -257,15 +257,16 @@ static void add_needs(KvStep* const* steps, int64_t count, int64_t heads, Needs&
 static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
                       int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
   AttentionJob* jobs = (AttentionJob*)kv_scratch(KV_SCRATCH_JOBS, size_t(count) * sizeof(AttentionJob));
+  if (!jobs) return;
   int64_t wanted = 0;  // the largest number of lanes of a step whose received attention is wanted
   for (int64_t i = 0; i < count; i++) {
     KvAttention& a = steps[i]->attention;
     const int64_t token = steps[i]->token, first = steps[i]->first_lane, lanes = lanes_of_token(*steps[i]);
     const int64_t row = token * heads + first * a.groups;
-    a.query = query + row * a.dim;
+    a.query.data = (void*)(query + row * a.dim);
     a.scaling = scaling;
     jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0};
-    if (steps[i]->received) wanted = max64(wanted, a.lanes);
+    if (steps[i]->received.data) wanted = max64(wanted, a.lanes);
     for (int64_t lane = 0; lane < a.lanes; lane++) {
       const int64_t place = by_token ? token * lanes + first + lane : (first + lane) * tokens + token;
       const bf16 *new_key = key + place * a.dim, *new_value = value + place * a.value_dim;
@@ -277,21 +278,21 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
   parallel_for(count * wanted, [&](int64_t task) {
     const KvStep& step = *steps[task / wanted];
     const int64_t lane = task % wanted;
-    if (!step.received || lane >= step.attention.lanes) return;
+    if (!step.received.data || lane >= step.attention.lanes) return;
     const float* lse_of_step = jobs[task / wanted].lse;
     const int64_t blocks = (step.attention.entries + BLOCK_ENTRIES - 1) / BLOCK_ENTRIES;
     for (int64_t block = 0; block < blocks; block++)
-      receive_block(step.attention, lse_of_step, 1, step.reduce_max != 0, step.received, lane, block);
+      receive_block(step.attention, lse_of_step, 1, step.reduce_max != 0, numbers<float>(step.received), lane, block);
   });
 }
 
-static KvStatus attend_sessions(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key,
-                                const bf16* value, int64_t tokens, int64_t heads, int by_token, float scaling,
-                                bf16* out, float* lse) {
+static KvStatus attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
+                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray out, KvArray lse) {
   Needs needs;
   add_needs(steps, count, heads, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
-  run_steps(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
+  run_steps(steps, count, numbers<bf16>(query), numbers<bf16>(key), numbers<bf16>(value), tokens, heads, by_token,
+            scaling, numbers<bf16>(out), numbers<float>(lse));
   return KV_DONE;
 }
 

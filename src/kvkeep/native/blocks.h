@@ -15,10 +15,12 @@ constexpr int64_t VALUE_TILE_ENTRIES = 64;      // values that are written to a 
 constexpr int64_t VALUES_IN_PLACE_ENTRIES = 64;  // values that are read in place at a time
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
-INLINE int64_t first_of(const KvAttention& a, int64_t lane) { return a.first ? a.first[lane] : 0; }
-INLINE int64_t shift_of(const KvAttention& a, int64_t lane) { return a.shift ? a.shift[lane] : 0; }
+INLINE int64_t shift_of(const KvAttention& a, int64_t lane) {
+  const int32_t* shift = numbers<int32_t>(a.shift);
+  return shift ? shift[lane] : 0;
+}
 INLINE int64_t limit_of(const KvAttention& a, int64_t lane, int64_t query) {
-  const int64_t stop = a.stop ? a.stop[lane] : a.entries;
+  const int64_t stop = stop_of(a, lane);
   return a.causal_offset < 0 ? stop : min64(stop, a.causal_offset + query + 1);
 }
 
@@ -58,8 +60,8 @@ static void mask_scores(const KvAttention& a, int64_t lane, int64_t row, int64_t
   const Span seen = seen_by(a, lane, query, base);
   for (int64_t i = from; i < min64(seen.low, to); i++) scores[i] = MINUS_INFINITY;
   for (int64_t i = max64(seen.high, from); i < to; i++) scores[i] = MINUS_INFINITY;
-  if (!a.mask) return;
-  const uint8_t* mask = a.mask + lane * a.mask_lane_stride + query * a.mask_query_stride + base;
+  if (!a.mask.numbers.data) return;
+  const uint8_t* mask = row_of<uint8_t>(a.mask, a.mask.lanes > 1 ? lane : 0, a.mask.rows > 1 ? query : 0) + base;
   for (int64_t i = max64(seen.low, from); i < min64(seen.high, to); i++)
     if (!mask[i]) scores[i] = MINUS_INFINITY;
 }
@@ -89,7 +91,7 @@ static void write_queries(const bf16* query, int rows, int64_t dim, float* out) 
 
 static bool all_bfloat16(const KvAttention& a) {
   for (int64_t i = 0; i < a.piece_count; i++)
-    if (!is_bfloat16(a.pieces[i])) return false;
+    if (a.pieces[i].format != KV_PLAIN) return false;
   return true;
 }
 
@@ -115,6 +117,7 @@ class BlockAttention {
   float* queries;                    // of each tile of rows, [dim][QUERY_ROW]
   float* scores;                     // of each row, SCORE_ROW
   float* mixes;                      // of each row, `stride`
+  bool is_ready = false;             // there is memory for these
   int64_t base = 0;                  // the entry at place 0 of the block
   Span spans[PART_ROWS / TILE_ROWS + 1];  // what each tile of rows sees
 
@@ -176,13 +179,15 @@ class BlockAttention {
     scores = (float*)kv_scratch(KV_SCRATCH_SCORES, size_t(rows * (SCORE_ROW + stride) + tiles * QUERY_ROW * a.dim) * 4);
     mixes = scores + rows * SCORE_ROW;
     queries = mixes + rows * stride;
-    const bf16* query = a.query + (lane * a.groups * a.queries + row) * a.dim;
+    if (!(is_ready = keys && values && scores)) return;
+    const bf16* query = numbers<bf16>(a.query) + (lane * a.groups * a.queries + row) * a.dim;
     for (int64_t t = 0; t < tiles; t++)
       write_queries(query + t * tile_height * a.dim, rows_of(t), a.dim, queries + t * QUERY_ROW * a.dim);
   }
 
   // Calls take(row, softmax, mix) for each row, if any of them sees an entry of this block.
   template <class Take> void attend(int64_t block, const Take& take) {
+    if (!is_ready) return;
     base = block * BLOCK_ENTRIES - shift_of(a, lane);
     const Span span = seen_by_rows(a, lane, row, rows, base);
     if (span.low >= span.high) return;
@@ -205,6 +210,7 @@ class BlockAttention {
   // Adds what `entries` entries from `first` on received from the last queries to `into`; with `reduce_max` takes the
   // maximum of both. A tile of rows that sees none of them, or has no such query, adds nothing.
   void receive(int64_t first, int64_t entries, const float* lse, int64_t last, bool reduce_max, float* into) {
+    if (!is_ready) return;
     base = first;
     Span span{entries, 0};
     for (int64_t t = 0; t < tiles; t++) {

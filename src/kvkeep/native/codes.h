@@ -45,12 +45,16 @@ INLINE vf decode_codes(const uint8_t* codes, int64_t bits, int64_t count, int64_
   return vload_ubytes(bytes);
 }
 
+INLINE const uint8_t* codes_of_group(const KvSide& side, int64_t lane, int64_t group) {
+  return side.bits == 16 ? row_of<uint8_t>(side.rows, 2 * lane, 2 * group) : row_of<uint8_t>(side.rows, lane, group);
+}
+
 // A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
-static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
-  const uint8_t* codes = (const uint8_t*)p.keys + lane * p.key_lane_stride + group * p.key_row_stride;
-  const uint16_t* scales = p.key_scale + lane * p.key_scale_stride + group * dim;
-  const uint16_t* offsets = p.key_offset + lane * p.key_scale_stride + group * dim;
-  const int64_t bits = p.key_bits, bytes = TILE_ENTRIES * bits / 8;
+static void write_group_of_keys(const KvSide& keys, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
+  const uint8_t* codes = codes_of_group(keys, lane, group);
+  const uint16_t* scales = row_of<uint16_t>(keys.scale, lane, group);
+  const uint16_t* offsets = row_of<uint16_t>(keys.offset, lane, group);
+  const int64_t bits = keys.bits, bytes = TILE_ENTRIES * bits / 8;
   auto channel = [&](int64_t d, int64_t i) {
     const vf scale = vset(half_to_float(scales[d])), offset = vset(half_to_float(offsets[d]));
     return rounded(vfma(decode_codes(codes + d * bytes, bits, TILE_ENTRIES, i), scale, offset));
@@ -64,12 +68,13 @@ static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, i
 }
 
 // A group of values as a tile, 32 rows of floats, `stride` apart.
-static void write_group_of_values(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, float* tile,
+static void write_group_of_values(const KvSide& values, int64_t lane, int64_t group, int64_t dim, float* tile,
                                   int64_t stride) {
-  const int64_t bits = p.value_bits, width = p.value_group, parts = dim / width, bytes = width * bits / 8;
-  const uint8_t* codes = (const uint8_t*)p.values + lane * p.value_lane_stride + group * p.value_row_stride;
-  const uint16_t* scales = p.value_scale + lane * p.value_scale_stride + group * parts * TILE_ENTRIES;
-  const uint16_t* offsets = p.value_offset + lane * p.value_scale_stride + group * parts * TILE_ENTRIES;
+  const int64_t bits = values.bits, width = values.group, parts = dim / width, bytes = width * bits / 8;
+  const uint8_t* codes = codes_of_group(values, lane, group);
+  const uint16_t* scales = row_of<uint16_t>(values.scale, lane, group);
+  const uint16_t* offsets = row_of<uint16_t>(values.offset, lane, group);
+  const float *mean = numbers<float>(values.mean), *deviation = numbers<float>(values.deviation);
   for (int64_t part = 0; part < parts; part++)
     for (int64_t i = 0; i < TILE_ENTRIES; i++) {
       const int64_t at = part * TILE_ENTRIES + i;
@@ -78,7 +83,7 @@ static void write_group_of_values(const KvPiece& p, int64_t lane, int64_t group,
         const int64_t channel = part * width + c;
         vf x = vfma(decode_codes(codes + at * bytes, bits, width, c), scale, offset);
         const int64_t of_lane = lane * dim + channel;
-        if (p.value_mean) x = vfma(x, vload(p.value_deviation + of_lane), vload(p.value_mean + of_lane));
+        if (mean) x = vfma(x, vload(deviation + of_lane), vload(mean + of_lane));
         vstore(tile + i * stride + channel, rounded(x));
       }
     }

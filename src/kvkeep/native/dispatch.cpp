@@ -14,8 +14,10 @@
 #include <sys/auxv.h>
 #endif
 
-#include "kernels.h"
+#include "checks.h"
 #include "float_mode.h"
+#include "kernels.h"
+#include "runtime.h"
 
 #define KVKEEP_PATH(name) extern "C" __attribute__((visibility("hidden"))) const KvKernels kvkeep_table_##name;
 KVKEEP_PATHS
@@ -23,43 +25,43 @@ KVKEEP_PATHS
 
 namespace {
 
-// ---- what a processor has -------------------------------------------------------------------------------------------
+// ---- what a processor has: for the paths that are compiled in, of which there may be fewer --------------------------
 
-bool has_plain() { return true; }
+[[maybe_unused]] bool has_plain() { return true; }
 
 #if defined(__x86_64__)
 // The builtin also asks whether the system keeps these registers of a thread.
-bool has_avx2() {
+[[maybe_unused]] bool has_avx2() {
   unsigned a, b, c, d;
   const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c & 1 << 29;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
 }
 #if defined(KVKEEP_SIMDE_PATHS)
-bool has_avx512() { return has_avx2(); }
-bool has_avxvnni() { return has_avx2(); }
+[[maybe_unused]] bool has_avx512() { return has_avx2(); }
+[[maybe_unused]] bool has_avxvnni() { return has_avx2(); }
 #else
-bool has_avxvnni() {
+[[maybe_unused]] bool has_avxvnni() {
   unsigned a, b, c, d;
   return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 4;
 }
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni");
 }
 #endif
 #elif defined(__aarch64__)
-bool has_neon() { return true; }
+[[maybe_unused]] bool has_neon() { return true; }
 #if defined(__APPLE__)
-bool has_dotprod() { return true; }  // every Apple processor that runs macOS
-bool has_i8mm() {                    // from M2 on
+[[maybe_unused]] bool has_dotprod() { return true; }  // every Apple processor that runs macOS
+[[maybe_unused]] bool has_i8mm() {                    // from M2 on
   int there = 0;
   size_t size = sizeof there;
   return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &there, &size, nullptr, 0) && there;
 }
 #else
-bool has_dotprod() { return getauxval(AT_HWCAP) & 1ul << 20; }
-bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & 1ul << 13; }
+[[maybe_unused]] bool has_dotprod() { return getauxval(AT_HWCAP) & 1ul << 20; }
+[[maybe_unused]] bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & 1ul << 13; }
 #endif
 #endif
 
@@ -114,64 +116,73 @@ int kvkeep_choose(const char* name) {
 
 const char* kvkeep_path(void) { return chosen()->name; }
 
+const char* kvkeep_interface(void) { return KVKEEP_INTERFACE; }
+
 // ---- kernels, in the floating-point mode that they expect -----------------------------------------------------------
 
-KvStatus kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
-                        int64_t y_stride) {
+namespace {
+
+// Runs call(kernels) if what it was given fits.
+template <class F> KvStatus run(bool fits, const F& call) {
+  if (!fits) return KV_BAD_CALL;
   FloatMode mode;
-  return chosen()->product(matrix, x, rows, bias, y, y_stride);
+  const KvStatus status = call(*chosen());
+  return kv_exceeded() ? KV_FAILED : status;
 }
 
-void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y) {
-  FloatMode mode;
-  chosen()->norm(x, weight, eps, rows, width, y);
+}  // namespace
+
+KvStatus kvkeep_product(const KvMatrix* matrix, KvArray x, KvArray bias, KvArray y, int64_t y_stride) {
+  return run(product_fits(*matrix, x, bias, y, y_stride),
+             [&](auto& kernels) { return kernels.product(matrix, x, bias, y, y_stride); });
 }
 
-void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half, float scaling,
-                   uint16_t* cos, uint16_t* sin) {
-  FloatMode mode;
-  chosen()->angles(positions, count, frequencies, half, scaling, cos, sin);
+KvStatus kvkeep_norm(KvArray x, KvArray weight, float eps, KvArray y) {
+  return run(norm_fits(x, weight, y), [&](auto& kernels) { return kernels.norm(x, weight, eps, y); });
 }
 
-KvStatus kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t tokens,
-                                 const uint16_t* cos, const uint16_t* sin, int shared_angles, uint16_t* query,
-                                 uint16_t* key, uint16_t* value) {
-  FloatMode mode;
-  return chosen()->before_attention(layer, x, batch, tokens, cos, sin, shared_angles, query, key, value);
+KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, KvArray cos, KvArray sin) {
+  return run(angles_fit(positions, frequencies, cos, sin),
+             [&](auto& kernels) { return kernels.angles(positions, frequencies, scaling, cos, sin); });
 }
 
-KvStatus kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, const uint16_t* residual, int64_t rows,
-                                uint16_t* y) {
-  FloatMode mode;
-  return chosen()->after_attention(layer, attended, residual, rows, y);
+KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
+                                 KvArray query, KvArray key, KvArray value) {
+  return run(before_attention_fits(*layer, x, batch, cos, sin, query, key, value), [&](auto& kernels) {
+    return kernels.before_attention(layer, x, batch, cos, sin, query, key, value);
+  });
 }
 
-KvStatus kvkeep_attend(const KvAttention* attention, void* out, int float_out, float* lse, float* state, int resume) {
-  FloatMode mode;
-  return chosen()->attend(attention, out, float_out, lse, state, resume);
+KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y) {
+  return run(after_attention_fits(*layer, attended, residual, y),
+             [&](auto& kernels) { return kernels.after_attention(layer, attended, residual, y); });
 }
 
-KvStatus kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int reduce_max,
-                         float* received) {
-  FloatMode mode;
-  return chosen()->received(attention, lse, last, reduce_max, received);
+KvStatus kvkeep_attend(const KvAttention* attention, KvArray out, KvArray lse, KvArray state, int resume) {
+  return run(attend_fits(*attention, out, lse, state, resume),
+             [&](auto& kernels) { return kernels.attend(attention, out, lse, state, resume); });
 }
 
-void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values) {
-  FloatMode mode;
-  chosen()->insert(insert, lanes, new_keys, new_values);
+KvStatus kvkeep_received(const KvAttention* attention, KvArray lse, int64_t last, int reduce_max, KvArray received) {
+  return run(received_fits(*attention, lse, received),
+             [&](auto& kernels) { return kernels.received(attention, lse, last, reduce_max, received); });
 }
 
-KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
-                                const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
-                                uint16_t* out, float* lse) {
-  FloatMode mode;
-  return chosen()->attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
+KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_values) {
+  return run(insert_fits(*insert, new_keys, new_values),
+             [&](auto& kernels) { return kernels.insert(insert, new_keys, new_values); });
+}
+
+KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
+                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray out, KvArray lse) {
+  return run(sessions_fit(steps, count, query, key, value, tokens, heads, out, lse), [&](auto& kernels) {
+    return kernels.attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
+  });
 }
 
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, int64_t tokens, const uint16_t* cos,
-                           const uint16_t* sin, uint16_t* x) {
-  FloatMode mode;
-  return chosen()->run_layers(layers, steps, scaling, count, step_counts, tokens, cos, sin, x);
+                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x) {
+  return run(layers_fit(layers, steps, count, step_counts, cos, sin, x), [&](auto& kernels) {
+    return kernels.run_layers(layers, steps, scaling, count, step_counts, cos, sin, x);
+  });
 }

@@ -41,7 +41,7 @@ static void norm_row(const bf16* x, const bf16* addend, bf16* total, const float
   for (int64_t i = vectors; i < width; i++) y[i] = narrow(widen(from[i]) * factor * weight[i]);
 }
 
-static void norm(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y) {
+static void norm_rows(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y) {
   for_each_row(rows, [&](int64_t r) { norm_row(x + r * width, nullptr, nullptr, weight, eps, width, y + r * width); });
 }
 
@@ -66,10 +66,17 @@ INLINE void sine_and_cosine(double x, double* sine, double* cosine) {
   *cosine = n & 1 ? (n & 2 ? s : -s) : (n & 2 ? -c : c);
 }
 
-static void angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half, float scaling,
-                   bf16* cosines, bf16* sines) {
-  for_each_row(count, [&](int64_t r) {
-    bf16 *cosine = cosines + r * 2 * half, *sine = sines + r * 2 * half;
+static KvStatus norm(KvArray x, KvArray weight, float eps, KvArray y) {
+  const int64_t width = weight.length;
+  norm_rows(numbers<bf16>(x), numbers<float>(weight), eps, x.length / width, width, numbers<bf16>(y));
+  return KV_DONE;
+}
+
+static KvStatus angles(KvArray all, KvArray of_channels, float scaling, KvArray cosines, KvArray sines) {
+  const int64_t *positions = numbers<int64_t>(all), half = of_channels.length;
+  const float* frequencies = numbers<float>(of_channels);
+  for_each_row(all.length, [&](int64_t r) {
+    bf16 *cosine = numbers<bf16>(cosines) + r * 2 * half, *sine = numbers<bf16>(sines) + r * 2 * half;
     for (int64_t i = 0; i < half; i++) {
       double s, c;
       sine_and_cosine(double(float(positions[r]) * frequencies[i]), &s, &c);
@@ -77,6 +84,7 @@ static void angles(const int64_t* positions, int64_t count, const float* frequen
       sine[i] = sine[half + i] = narrow(float(s) * scaling);
     }
   });
+  return KV_DONE;
 }
 
 // Rotates the halves of a head, in place. Each product and the sum are rounded, as transformers does.

@@ -14,40 +14,36 @@ alignas(64) static const bf16 ZEROS[KV_MAX_DIM] = {};  // read for a place of a 
 enum Side { KEYS, VALUES };
 
 INLINE int64_t dim_of(const KvAttention& a, Side side) { return side == KEYS ? a.dim : a.value_dim; }
-INLINE bool is_bfloat16(const KvPiece& p) { return !p.key_bits && !p.cell_indices; }
 
 // A row of floats is padded, so that vectors of 16 fit.
 INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
-struct PieceSide {  // the keys or the values of a piece
-  const bf16* data;
-  int64_t lane_stride, row_stride;
-  const uint16_t *scale, *offset;
-  int64_t scale_stride;
-  const float* mean;
-};
+INLINE const KvSide& side_of(const KvPiece& p, Side side) { return side == KEYS ? p.keys : p.values; }
+INLINE int64_t lanes_of(const KvPiece& p) { return p.keys.rows.lanes; }
 
-INLINE PieceSide side_of(const KvPiece& p, Side side) {
-  if (side == KEYS)
-    return {p.keys, p.key_lane_stride, p.key_row_stride, p.key_scale, p.key_offset, p.key_scale_stride, p.key_mean};
-  return {p.values,       p.value_lane_stride, p.value_row_stride, p.value_scale,
-          p.value_offset, p.value_scale_stride, p.value_mean};
+// What a lane sees; a range beyond its entries ends at them.
+INLINE int64_t first_of(const KvAttention& a, int64_t lane) {
+  const int32_t* first = numbers<int32_t>(a.first);
+  return first ? min64(max64(first[lane], 0), a.entries) : 0;
+}
+INLINE int64_t stop_of(const KvAttention& a, int64_t lane) {
+  const int32_t* stop = numbers<int32_t>(a.stop);
+  return stop ? min64(stop[lane], a.entries) : a.entries;
 }
 
 // Decodes n entries of a piece, by channel or sketched, from number `first` on: rows of bfloat16.
-static void decode_rows(const KvAttention& a, Side side, const KvPiece& p, int64_t lane, int64_t first, int64_t n,
-                        bf16* out) {
-  const int64_t dim = dim_of(a, side);
-  const PieceSide from = side_of(p, side);
-  if (p.key_bits) {
-    const int8_t* codes = (const int8_t*)from.data + lane * from.lane_stride + first * from.row_stride;
-    const int64_t scales = lane * from.scale_stride;
-    write_codes(codes, from.row_stride, from.scale + scales, from.offset + scales, n, dim, out);
+static void decode_rows(const KvPiece& p, Side side, int64_t lane, int64_t first, int64_t n, int64_t dim, bf16* out) {
+  const KvSide& from = side_of(p, side);
+  if (p.format == KV_BY_CHANNEL) {
+    const int8_t* codes = row_of<int8_t>(from.rows, lane, p.first + first);
+    const uint16_t *scale = row_of<uint16_t>(from.scale, lane, 0), *offset = row_of<uint16_t>(from.offset, lane, 0);
+    write_codes(codes, from.rows.row_stride, scale, offset, n, dim, out);
     return;
   }
-  const int32_t* indices = p.cell_indices + lane * p.entries + first;
-  write_estimates(from.data + lane * from.lane_stride, indices, p.lanes * p.entries, p.sums, p.use_median != 0,
-                  from.mean ? from.mean + lane * dim : nullptr, n, dim, out);
+  const int32_t* indices = numbers<int32_t>(p.cell_indices) + lane * p.entries + first;
+  const float* mean = numbers<float>(from.mean);
+  write_estimates(row_of<bf16>(from.rows, lane, 0), indices, lanes_of(p) * p.entries, p.sums, p.use_median != 0,
+                  mean ? mean + lane * dim : nullptr, n, dim, out);
 }
 
 // Reads keys or values of a lane, in rising order.
@@ -59,8 +55,7 @@ struct Reader {
   int64_t row_stride = 0;        // elements from one entry to the next
 
   Reader(const KvAttention& a, Side side, int64_t lane)
-      : a(a), side(side), lane(lane), first(a.first ? max64(a.first[lane], 0) : 0),
-        stop(a.stop ? min64(a.stop[lane], a.entries) : a.entries) {}
+      : a(a), side(side), lane(lane), first(first_of(a, lane)), stop(stop_of(a, lane)) {}
 
   // Moves to the piece of an entry.
   const KvPiece& find(int64_t entry) {
@@ -79,15 +74,15 @@ struct Reader {
       const KvPiece& p = find(entry + i);
       const int64_t number = entry + i - start, n = min64(count - i, min64(p.entries - number, stop - entry - i));
       const bf16* from;
-      if (is_bfloat16(p)) {
-        const PieceSide lies = side_of(p, side);
-        row_stride = lies.row_stride;
-        from = lies.data + lane % p.lanes * lies.lane_stride + number * row_stride;
+      if (p.format == KV_PLAIN) {
+        const KvRows& lie = side_of(p, side).rows;
+        row_stride = lie.row_stride;
+        from = row_of<bf16>(lie, lane % lie.lanes, p.first + number);
       } else {
-        bf16* decoded = (bf16*)kv_scratch(KV_SCRATCH_ROWS, size_t(count * dim * 2)) + i * dim;
-        decode_rows(a, side, p, lane % p.lanes, number, n, decoded);
-        row_stride = dim;
-        from = decoded;
+        bf16* decoded = (bf16*)kv_scratch(KV_SCRATCH_ROWS, size_t(count * dim * 2));
+        if (decoded) decode_rows(p, side, lane % lanes_of(p), number, n, dim, decoded + i * dim);
+        row_stride = decoded ? dim : 0;
+        from = decoded ? decoded + i * dim : ZEROS;
       }
       for (int64_t j = 0; j < n; j++) rows[i + j] = from + j * row_stride;
       i += n;
@@ -98,7 +93,7 @@ struct Reader {
   const KvPiece* group_at(int64_t entry) {
     if (entry < 0 || entry >= stop) return nullptr;
     const KvPiece& p = find(entry);
-    return p.value_group ? &p : nullptr;
+    return p.format == KV_GROUPED ? &p : nullptr;
   }
 };
 
@@ -107,7 +102,7 @@ struct Reader {
 static const bf16* write_keys(Reader& reader, int64_t entry, uint32_t* tile) {
   const int64_t dim = reader.a.dim;
   if (const KvPiece* p = reader.group_at(entry)) {
-    write_group_of_keys(*p, reader.lane % p->lanes, (entry - reader.start) / TILE_ENTRIES, dim, tile);
+    write_group_of_keys(p->keys, reader.lane % lanes_of(*p), (entry - reader.start) / TILE_ENTRIES, dim, tile);
     return ZEROS;
   }
   const bf16* rows[TILE_ENTRIES];
@@ -120,7 +115,8 @@ static const bf16* write_keys(Reader& reader, int64_t entry, uint32_t* tile) {
 static void write_values(Reader& reader, int64_t entry, float* tile) {
   const int64_t dim = reader.a.value_dim, stride = padded(dim);
   if (const KvPiece* p = reader.group_at(entry)) {
-    write_group_of_values(*p, reader.lane % p->lanes, (entry - reader.start) / TILE_ENTRIES, dim, tile, stride);
+    write_group_of_values(p->values, reader.lane % lanes_of(*p), (entry - reader.start) / TILE_ENTRIES, dim, tile,
+                          stride);
     return;
   }
   const bf16* rows[TILE_ENTRIES];

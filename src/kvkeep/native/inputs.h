@@ -67,6 +67,7 @@ struct InputRows {
     if (data && is_rounded == round) return;
     is_rounded = round;
     data = kv_scratch(kind_of(round), size_t(bytes_of(round, rows, inputs)));
+    if (!data) return;
     auto prepare_tile = [&](int64_t t) {
       int count = rows_of(t);
       for (int r = 0; r < count; r++) {

@@ -19,36 +19,47 @@ static int64_t lowest_column(const T* ranks, const int32_t* slots, int64_t colum
 }
 
 static int64_t column_for_entry(const KvInsert& e, int64_t lane) {
-  if (!e.ranks) return e.column;
+  if (!e.ranks.data) return e.column;
   const int64_t first = lane * e.columns;
-  const int32_t* slots = e.slots + first;
+  const int32_t* slots = numbers<int32_t>(e.slots) + first;
   const bool oldest_first = e.oldest_first != 0;
-  return e.integer_ranks ? lowest_column((const int32_t*)e.ranks + first, slots, e.columns, oldest_first)
-                         : lowest_column((const float*)e.ranks + first, slots, e.columns, oldest_first);
+  return e.ranks.type == KV_INT32 ? lowest_column(numbers<int32_t>(e.ranks) + first, slots, e.columns, oldest_first)
+                                  : lowest_column(numbers<float>(e.ranks) + first, slots, e.columns, oldest_first);
+}
+
+INLINE int64_t row_bytes(const KvRows& rows) { return rows.width * size_of(rows.numbers.type); }
+INLINE char* bytes_of(const KvRows& rows, int64_t lane, int64_t row) {
+  return (char*)rows.numbers.data + (lane * rows.lane_stride + row * rows.row_stride) * size_of(rows.numbers.type);
+}
+
+template <class T> INLINE void copy_number(const KvArray& from, int64_t place, const KvArray& to, int64_t lane) {
+  if (to.data) numbers<T>(to)[lane] = numbers<T>(from)[place];
 }
 
 static void insert_in_lane(const KvInsert& e, int64_t lane, const char* new_key, const char* new_value) {
   const int64_t column = column_for_entry(e, lane), place = lane * e.columns + column;
-  char* key = e.keys + lane * e.key_lane_bytes + column * e.key_bytes;
-  char* value = e.values + lane * e.value_lane_bytes + column * e.value_bytes;
-  if (e.evicted_keys) {
-    memcpy(e.evicted_keys + lane * e.evicted_key_lane_bytes, key, size_t(e.key_bytes));
-    memcpy(e.evicted_values + lane * e.evicted_value_lane_bytes, value, size_t(e.value_bytes));
-    if (e.evicted_slots) e.evicted_slots[lane] = e.slots[place];
-    if (e.evicted_scores) e.evicted_scores[lane] = e.scores[place];
-    if (e.evicted_extra) e.evicted_extra[lane] = e.extra[place];
-    if (e.evicted_newest) e.evicted_newest[lane] = e.newest[place];
+  char *key = bytes_of(e.keys, lane, column), *value = bytes_of(e.values, lane, column);
+  if (e.evicted_keys.numbers.data) {
+    memcpy(bytes_of(e.evicted_keys, lane, e.evicted_row), key, size_t(row_bytes(e.keys)));
+    memcpy(bytes_of(e.evicted_values, lane, e.evicted_row), value, size_t(row_bytes(e.values)));
+    copy_number<int32_t>(e.slots, place, e.evicted_slots, lane);
+    copy_number<float>(e.scores, place, e.evicted_scores, lane);
+    copy_number<float>(e.extra, place, e.evicted_extra, lane);
+    copy_number<int32_t>(e.newest, place, e.evicted_newest, lane);
   }
-  memcpy(key, new_key, size_t(e.key_bytes));
-  memcpy(value, new_value, size_t(e.value_bytes));
-  if (e.slots) e.slots[place] = int32_t(e.new_slot);
-  if (e.scores) e.scores[place] = e.new_scores ? e.new_scores[lane] : 0.0f;
-  if (e.extra) { e.extra[place] = 0.0f; e.newest[place] = 0; }
+  memcpy(key, new_key, size_t(row_bytes(e.keys)));
+  memcpy(value, new_value, size_t(row_bytes(e.values)));
+  const float* new_scores = numbers<float>(e.new_scores);
+  if (e.slots.data) numbers<int32_t>(e.slots)[place] = int32_t(e.new_slot);
+  if (e.scores.data) numbers<float>(e.scores)[place] = new_scores ? new_scores[lane] : 0.0f;
+  if (e.extra.data) { numbers<float>(e.extra)[place] = 0.0f; numbers<int32_t>(e.newest)[place] = 0; }
 }
 
-static void insert(const KvInsert* e, int64_t lanes, const char* new_keys, const char* new_values) {
-  for (int64_t lane = 0; lane < lanes; lane++)
-    insert_in_lane(*e, lane, new_keys + lane * e->key_bytes, new_values + lane * e->value_bytes);
+static KvStatus insert(const KvInsert* e, KvArray new_keys, KvArray new_values) {
+  for (int64_t lane = 0; lane < e->keys.lanes; lane++)
+    insert_in_lane(*e, lane, (const char*)new_keys.data + lane * row_bytes(e->keys),
+                   (const char*)new_values.data + lane * row_bytes(e->values));
+  return KV_DONE;
 }
 
 }  // namespace

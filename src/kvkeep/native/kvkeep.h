@@ -1,10 +1,14 @@
 /* The interface of the native library: plain C, which library.py calls through ctypes.
  *
- * Every pointer is to memory of the caller: it must outlive the call, and the library keeps none of them. Tensors are
- * row-major; bfloat16 and float16 are uint16_t. A stride counts elements, or bytes where the comment says so. A lane is
- * one key/value head of one sequence; a group is one of the query heads that share a lane. Kernels that return a
- * KvStatus need scratch memory; one that finds none has written nothing. Other errors are not reported: the caller
- * checks shapes. Kernels may run in several threads at once. */
+ * This header is its only declaration: Python reads it when it is imported (structures.py), and the library says of
+ * which declarations it was compiled (kvkeep_interface).
+ *
+ * Memory is the caller's: it must outlive the call, and the library keeps none of it. It comes as a KvArray or as
+ * KvRows, with its length and the type of its numbers. Every function that takes them compares all sizes with each
+ * other before it writes anything (checks.cpp). Where one does not fit, it returns KV_BAD_CALL and has written nothing.
+ * Tables of structures must have as many as the call says. Tensors are row-major; strides count numbers. A lane is one
+ * key/value head of one sequence; a group is one of the query heads that share a lane. Kernels may run in several
+ * threads at once. */
 #ifndef KVKEEP_H
 #define KVKEEP_H
 
@@ -15,7 +19,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default) /* the library hides all else */
 
-/* ---- constants: library.py has the same, and compares them when it loads the library ----------------------------- */
+/* ---- constants --------------------------------------------------------------------------------------------------- */
 
 enum KvConstant {
   KV_NUMERICS = 1,        /* raised whenever the bits that kernels compute change */
@@ -34,15 +38,49 @@ enum KvActivation { /* of a gated MLP */
   KV_GELU_TANH /* the approximation by tanh */
 };
 
-typedef enum KvStatus { /* how a kernel ended */
+enum KvFormat { /* of the entries of a KvPiece */
+  KV_PLAIN,      /* bfloat16: keys (lanes, entries, dim), values (lanes, entries, value_dim) */
+  KV_GROUPED,    /* codes of 2, 4, 8 or 16 bits in groups of KV_TILE_ENTRIES entries: offset + scale * code. A row is a
+                    group. Of keys: for each channel the codes of its entries, one scale and one offset. Of values: for
+                    each `group` channels and each entry of the group the codes, one scale and one offset */
+  KV_BY_CHANNEL, /* signed 8-bit codes (lanes, entries, dim), one scale and one offset for each channel of a lane */
+  KV_SKETCHED    /* bfloat16 cells (lanes, cells, dim): an entry is the median or the mean of `sums` cells */
+};
+
+enum KvType { /* of the numbers of a KvArray */
+  KV_NOTHING,  /* there is no array */
+  KV_UINT8, KV_INT8, KV_INT16, KV_INT32, KV_INT64, KV_FLOAT16, KV_BFLOAT16, KV_FLOAT32, KV_FLOAT64
+};
+
+typedef enum KvStatus { /* how a call ended */
   KV_DONE,
-  KV_NO_MEMORY /* there was no memory for it to work in, and it has written nothing */
+  KV_NO_MEMORY,  /* there was no memory to work in; it has written nothing */
+  KV_BAD_CALL,   /* sizes do not fit each other (kvkeep_broken_rule); it has written nothing */
+  KV_NOT_FINITE, /* a scale or an offset of a matrix is infinite or NaN */
+  KV_FAILED      /* a kernel wanted more memory than it had reserved; what it has written means nothing */
 } KvStatus;
+
+/* ---- numbers in memory ------------------------------------------------------------------------------------------- */
+
+typedef struct KvArray { /* numbers one after the other */
+  void* data;            /* where they begin */
+  int64_t length;        /* how many */
+  int64_t type;          /* a KvType; KV_NOTHING: there is no array */
+} KvArray;
+
+typedef struct KvRows { /* rows of each lane */
+  KvArray numbers;      /* from the first number on, at least to the last one of the last row */
+  int64_t lanes;        /* how many */
+  int64_t rows;         /* of a lane */
+  int64_t width;        /* numbers of a row, one after the other */
+  int64_t lane_stride;  /* from lane to lane */
+  int64_t row_stride;   /* from row to row */
+} KvRows;
 
 /* ---- matrices and layers ----------------------------------------------------------------------------------------- */
 
 typedef struct KvMatrix {
-  const void* panels; /* as kvkeep_pack wrote them; kvkeep_packed_bytes has their size */
+  KvArray panels;     /* uint8, as kvkeep_pack wrote them; kvkeep_packed_bytes has their size */
   int64_t inputs;     /* columns of the weight */
   int64_t outputs;    /* rows of the weight; 0: there is no matrix */
   int64_t kind;       /* a KvKind */
@@ -53,14 +91,14 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvMatrix out;                   /* output projection: (hidden, heads * dim) */
   KvMatrix gates[2];              /* gate and up projections of the MLP, joined where they are of one kind */
   KvMatrix down;                  /* down projection: (hidden, intermediate) */
-  const uint16_t* qkv_bias[3];    /* (outputs of the matrix) bfloat16; null: none */
-  const uint16_t* out_bias;       /* (hidden) bfloat16; null: none */
-  const float* input_norm;        /* weight of the RMSNorm before attention, (hidden) */
-  const float* query_norm;        /* of each query head, (dim); null: none */
-  const float* key_norm;          /* of each key head, (dim); null: none */
-  const float* post_attention_norm; /* of the output projection, before the residual is added, (hidden); null: none */
-  const float* pre_mlp_norm;      /* of what enters the MLP, (hidden) */
-  const float* post_mlp_norm;     /* of the MLP's output, before the residual is added, (hidden); null: none */
+  KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
+  KvArray out_bias;               /* (hidden) bfloat16; or nothing */
+  KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32 */
+  KvArray query_norm;             /* of each query head, (dim); or nothing */
+  KvArray key_norm;               /* of each key head, (dim); or nothing */
+  KvArray post_attention_norm;    /* of the output projection, before the residual is added, (hidden); or nothing */
+  KvArray pre_mlp_norm;           /* of what enters the MLP, (hidden) */
+  KvArray post_mlp_norm;          /* of the MLP's output, before the residual is added, (hidden); or nothing */
   int64_t hidden;                 /* width of the residual stream */
   int64_t heads;                  /* query heads */
   int64_t kv_heads;               /* key/value heads */
@@ -72,93 +110,73 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* Entries in one place, of one of four formats:
- *   bfloat16   keys (lanes, entries, key dim), values (lanes, entries, value dim). key_bits is 0, cell_indices is null.
- *   grouped    codes of 2, 4, 8 or 16 bits in groups of KV_TILE_ENTRIES entries: offset + scale * code. A row is a
- *              group. Of keys: for each channel the codes of its entries, one scale and one offset. Of values: for each
- *              `value_group` channels and each entry of the group the codes, one scale and one offset.
- *   by channel signed 8-bit codes (lanes, entries, dim), one scale and one offset for each channel of a lane.
- *              key_bits is 8, value_group is 0.
- *   sketched   bfloat16 cells (lanes, cells, dim): an entry is the median or the mean of `sums` cells. cell_indices is
- *              not null. */
-typedef struct KvPiece {
-  const uint16_t* keys;         /* bfloat16, codes or cells of the keys */
-  const uint16_t* values;       /* of the values */
-  int64_t entries;              /* how many entries; grouped: a multiple of KV_TILE_ENTRIES */
-  int64_t lanes;                /* of the piece; lane l of the query reads lane l % lanes */
-  int64_t key_lane_stride;      /* of keys, from lane to lane; bytes where they are codes */
-  int64_t key_row_stride;       /* of keys, from row to row; bytes where they are codes; unused where sketched */
-  int64_t value_lane_stride;    /* of values, as of keys */
-  int64_t value_row_stride;     /* of values, as of keys */
-  const uint16_t* key_scale;    /* float16; grouped: (lanes, groups, dim), by channel: (lanes, dim) */
-  const uint16_t* key_offset;   /* float16, shaped like key_scale */
-  const uint16_t* value_scale;  /* float16; grouped: (lanes, groups, dim / value_group, KV_TILE_ENTRIES) */
-  const uint16_t* value_offset; /* float16, shaped like value_scale */
-  const float* value_mean;      /* (lanes, dim): added to values; grouped or sketched; null: none */
-  const float* value_deviation; /* (lanes, dim): what a grouped value is multiplied by before the mean is added */
-  int64_t key_bits;             /* of a code of the keys; 0: no codes */
-  int64_t value_bits;           /* of a code of the values */
-  int64_t value_group;          /* grouped: channels of a value that share a scale, a multiple of 16; else 0 */
-  int64_t key_scale_stride;     /* elements of key_scale and key_offset from lane to lane */
-  int64_t value_scale_stride;   /* elements of value_scale and value_offset from lane to lane */
-  const int32_t* cell_indices;  /* (sums, lanes, entries): the cells of an entry; null: not sketched */
-  const float* key_mean;        /* (lanes, dim): added to sketched keys; null: none */
-  int64_t sums;                 /* cells of an entry; 1, 3 or 5 where use_median */
-  int64_t use_median;           /* 1: the median of the cells, 0: their mean */
+typedef struct KvSide { /* the keys or the values of a piece */
+  KvRows rows;          /* bfloat16, codes or cells, as the format says; grouped: uint8, or int16 for 16 bits */
+  KvRows scale;         /* float16; grouped: (lanes, groups, dim) of keys, (lanes, groups, dim / group *
+                           KV_TILE_ENTRIES) of values; by channel: (lanes, 1, dim) */
+  KvRows offset;        /* float16, as scale */
+  KvArray mean;         /* (lanes, dim) float32, added to sketched entries and grouped values; or nothing */
+  KvArray deviation;    /* (lanes, dim) float32: what a grouped value is multiplied by before the mean is added */
+  int64_t bits;         /* grouped: of a code */
+  int64_t group;        /* grouped: channels of a value that share a scale, a multiple of 16 */
+} KvSide;
+
+typedef struct KvPiece { /* entries in one place; lane l of the query reads lane l % lanes */
+  int64_t format;        /* a KvFormat */
+  int64_t first;         /* the row of the first entry, where rows are entries; else 0 */
+  int64_t entries;       /* how many entries; grouped: a multiple of KV_TILE_ENTRIES */
+  KvSide keys;           /* of these entries */
+  KvSide values;         /* of the same lanes as the keys */
+  KvArray cell_indices;  /* sketched: (sums, lanes, entries) int32, the cells of an entry */
+  int64_t sums;          /* sketched: cells of an entry; 1, 3 or 5 where use_median */
+  int64_t use_median;    /* 1: the median of the cells, 0: their mean */
 } KvPiece;
 
-typedef struct KvAttention {   /* queries, and what they attend to */
-  const uint16_t* query;       /* (lanes, groups, queries, dim) bfloat16 */
-  const KvPiece* pieces;       /* (piece_count), in the order of the text; grouped codes before all others */
-  const int32_t* first;        /* (lanes): the first entry that is seen; null: 0 */
-  const int32_t* stop;         /* (lanes): the entry behind the last that is seen; null: all are seen */
-  const int32_t* shift;        /* (lanes): added to an entry's number to give its place in the blocks; null: 0 */
-  const uint8_t* mask;         /* (lanes or 1, queries or 1, entries): 1 is seen; null: none */
-  int64_t lanes;               /* of the query */
-  int64_t groups;              /* query heads of a lane */
-  int64_t queries;             /* of each head */
-  int64_t dim;                 /* width of queries and keys, even, at most KV_MAX_DIM */
-  int64_t value_dim;           /* width of values, at most KV_MAX_DIM */
-  int64_t piece_count;         /* how many pieces */
-  int64_t entries;             /* of all pieces */
-  int64_t causal_offset;       /* query m sees the entries before causal_offset + m + 1; negative: all of them */
-  int64_t mask_lane_stride;    /* of the mask, from lane to lane; 0: one for all */
-  int64_t mask_query_stride;   /* of the mask, from query to query; 0: one for all */
-  float scaling;               /* what scores are multiplied by */
+typedef struct KvAttention { /* queries, and what they attend to */
+  KvArray query;             /* (lanes, groups, queries, dim) bfloat16 */
+  const KvPiece* pieces;     /* (piece_count), in the order of the text; grouped ones before all others */
+  KvArray first;             /* (lanes) int32: the first entry that is seen; nothing: 0 */
+  KvArray stop;              /* (lanes) int32: the entry behind the last that is seen; nothing: all are seen */
+  KvArray shift;             /* (lanes) int32: added to an entry's number to give its place in the blocks; nothing: 0;
+                                a multiple of KV_TILE_ENTRIES if pieces are grouped */
+  KvRows mask;               /* (lanes or 1, queries or 1, entries or more) uint8: 1 is seen; or nothing */
+  int64_t lanes;             /* of the query */
+  int64_t groups;            /* query heads of a lane */
+  int64_t queries;           /* of each head */
+  int64_t dim;               /* width of queries and keys, even, at most KV_MAX_DIM */
+  int64_t value_dim;         /* width of values, at most KV_MAX_DIM */
+  int64_t piece_count;       /* how many pieces */
+  int64_t entries;           /* of all pieces */
+  int64_t causal_offset;     /* query m sees the entries before causal_offset + m + 1; negative: all of them */
+  float scaling;             /* what scores are multiplied by */
 } KvAttention;
 
-typedef struct KvInsert {          /* a new entry of each lane, and the column of a bank that it takes */
-  const void* ranks;               /* (lanes, columns): the column of the lowest takes it; null: `column` does */
-  int64_t integer_ranks;           /* 1: ranks are int32, 0: float32 */
-  int64_t oldest_first;            /* 1: of equal ranks the lowest slot is taken, 0: the first column */
-  int64_t columns;                 /* of ranks, slots, scores, extra and newest */
-  int64_t column;                  /* of the new entry, where there are no ranks */
-  int64_t new_slot;                /* of the new entry: its place in the text */
-  char* keys;                      /* (lanes, columns) rows of key_bytes, written to */
-  char* values;                    /* (lanes, columns) rows of value_bytes, written to */
-  int64_t key_lane_bytes;          /* of keys, from lane to lane */
-  int64_t key_bytes;               /* of one key */
-  int64_t value_lane_bytes;        /* of values, from lane to lane */
-  int64_t value_bytes;             /* of one value */
-  int32_t* slots;                  /* (lanes, columns): of each entry, -1 where there is none; null: no ranks either */
-  float* scores;                   /* (lanes, columns); null: entries have none */
-  float* extra;                    /* (lanes, columns): tokens that were merged into an entry; null: none were */
-  int32_t* newest;                 /* (lanes, columns): the last slot among these; null with `extra` */
-  const float* new_scores;         /* (lanes): of the new entry; null: 0 */
-  char* evicted_keys;              /* (lanes) rows that the evicted key is copied to; null: entries are discarded */
-  char* evicted_values;            /* (lanes) rows that the evicted value is copied to; null with evicted_keys */
-  int64_t evicted_key_lane_bytes;  /* of evicted_keys, from lane to lane */
-  int64_t evicted_value_lane_bytes; /* of evicted_values, from lane to lane */
-  int32_t* evicted_slots;          /* (lanes): written, where there are slots; null: not wanted */
-  float* evicted_scores;           /* (lanes): written, where there are scores; null: not wanted */
-  float* evicted_extra;            /* (lanes): written, where there is `extra`; null: not wanted */
-  int32_t* evicted_newest;         /* (lanes): written, where there is `newest`; null: not wanted */
+typedef struct KvInsert {  /* a new entry of each lane, and the column of a bank that it takes */
+  KvRows keys;             /* written: the column's row of each lane */
+  KvRows values;           /* written, as keys */
+  KvArray ranks;           /* (lanes, columns) float32 or int32: the column of the lowest takes it; nothing: `column` */
+  int64_t oldest_first;    /* 1: of equal ranks the lowest slot is taken, 0: the first column */
+  int64_t columns;         /* of ranks, slots, scores, extra and newest */
+  int64_t column;          /* of the new entry, where there are no ranks */
+  int64_t new_slot;        /* of the new entry: its place in the text */
+  KvArray slots;           /* (lanes, columns) int32: of each entry, -1 where there is none; nothing: no ranks either */
+  KvArray scores;          /* (lanes, columns) float32; or nothing */
+  KvArray extra;           /* (lanes, columns) float32: tokens that were merged into an entry; or nothing */
+  KvArray newest;          /* (lanes, columns) int32: the last slot among these; nothing with `extra` */
+  KvArray new_scores;      /* (lanes) float32: of the new entry; nothing: 0 */
+  KvRows evicted_keys;     /* the evicted key is copied to row `evicted_row`; nothing: entries are discarded */
+  KvRows evicted_values;   /* as evicted_keys, and nothing with them */
+  int64_t evicted_row;     /* the row of the evicted entry */
+  KvArray evicted_slots;   /* (lanes) int32: written, where there are slots; nothing: not wanted */
+  KvArray evicted_scores;  /* (lanes) float32: written, where there are scores; nothing: not wanted */
+  KvArray evicted_extra;   /* (lanes) float32: written, where there is `extra`; nothing: not wanted */
+  KvArray evicted_newest;  /* (lanes) int32: written, where there is `newest`; nothing: not wanted */
 } KvInsert;
 
 typedef struct KvStep {  /* one token of a session in one layer */
   KvAttention attention; /* of one query, after the insert; the call writes its query, groups and scaling */
   KvInsert insert;       /* of the token's entry */
-  float* received;       /* (lanes, entries), written: the attention that each entry received; null: not wanted */
+  KvArray received;      /* (lanes, entries) float32, written: the attention that each entry received; or nothing */
   int64_t reduce_max;    /* of the heads of a lane, 1: `received` is the maximum, 0: the mean */
   int64_t token;         /* the token's row in the call */
   int64_t first_lane;    /* the first of these lanes among those of the token; others may have another step */
@@ -167,22 +185,11 @@ typedef struct KvStep {  /* one token of a session in one layer */
 
 /* ---- the library ------------------------------------------------------------------------------------------------- */
 
-typedef struct KvField { /* a field of a structure, as the library was compiled with it */
-  const char* structure; /* static; the name of the structure */
-  const char* name;      /* static; the name of the field; empty: the structure itself */
-  int64_t offset;        /* bytes from the start of the structure */
-  int64_t size;          /* bytes */
-} KvField;
-
-typedef struct KvNumber { /* a constant, as the library was compiled with it */
-  const char* name;       /* static; as this header has it */
-  int64_t value;          /* its value */
-} KvNumber;
-
-/* Returns the fields of all structures above, a static array, and writes how many there are to `count`. */
-const KvField* kvkeep_fields(int64_t* count);
-/* Returns the constants above, a static array, and writes how many there are to `count`. */
-const KvNumber* kvkeep_constants(int64_t* count);
+/* Returns the SHA-256 of the declarations of this header as the library was compiled with them, as CMakeLists.txt and
+ * structures.py compute it; the string is static. */
+const char* kvkeep_interface(void);
+/* Returns the rule that the last call of this thread broke which returned KV_BAD_CALL; the string is static. */
+const char* kvkeep_broken_rule(void);
 /* Returns the names of the paths that this processor runs, best first, separated by spaces; the string is static. */
 const char* kvkeep_paths(void);
 /* Takes the path of that name, for all later calls; returns 1, or 0 where this processor does not run it. */
@@ -200,64 +207,57 @@ void kvkeep_set_threads(int count);
 /* Returns the bytes of the panels of such a matrix; 0 where there is no such kind, or where `inputs` is no multiple of
  * the block's length. */
 int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs);
-/* Writes the panels of a matrix. rows: (outputs) rows of blocks, `row_bytes` apart. panels: kvkeep_packed_bytes.
- * Returns 1, or 0 where a scale or an offset of a block is infinite or NaN, or where there is no such kind. */
-int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels);
-/* Writes the rows of blocks that a matrix was packed from, bit for bit; nothing where there is no such kind. */
-void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes);
-/* Writes `count` rows of the weight, those of `outputs`, to rows (count, inputs); nothing where there is no such
- * kind. */
-void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows);
-/* Writes y = x W^T + bias. x: (rows, inputs). bias: (outputs) or null. y: (rows, outputs), rows y_stride apart. */
-KvStatus kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
-                        int64_t y_stride);
+/* Writes the panels of a matrix. rows: uint8, (outputs) rows of blocks, `row_bytes` apart. panels: uint8,
+ * kvkeep_packed_bytes. Returns KV_NOT_FINITE where a scale or an offset of a block is infinite or NaN. */
+KvStatus kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, KvArray rows, int64_t row_bytes, KvArray panels);
+/* Writes the rows of blocks that a matrix was packed from, bit for bit. rows: as for kvkeep_pack. */
+KvStatus kvkeep_unpack(const KvMatrix* matrix, KvArray rows, int64_t row_bytes);
+/* Writes rows of the weight, those of `outputs` (n) int64, to rows (n, inputs) float32. */
+KvStatus kvkeep_rows(const KvMatrix* matrix, KvArray outputs, KvArray rows);
+/* Writes y = x W^T + bias. x: (n, inputs). bias: (outputs), or nothing. y: (n, outputs), rows y_stride apart. All are
+ * bfloat16. */
+KvStatus kvkeep_product(const KvMatrix* matrix, KvArray x, KvArray bias, KvArray y, int64_t y_stride);
 
 /* ---- layers without attention ------------------------------------------------------------------------------------ */
 
-/* Writes the RMSNorm of each row, times `weight` (width). x, y: (rows, width); they may be the same. */
-void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y);
-/* Writes cosines and sines of position * frequency, times scaling. positions: (count). frequencies: (half). cos, sin:
- * (count, 2 * half): the second half repeats the first. */
-void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half, float scaling,
-                   uint16_t* cos, uint16_t* sin);
+/* Writes the RMSNorm of each row, times `weight` (width) float32. x, y: (n, width) bfloat16; they may be the same. */
+KvStatus kvkeep_norm(KvArray x, KvArray weight, float eps, KvArray y);
+/* Writes cosines and sines of position * frequency, times scaling. positions: (n) int64. frequencies: (half) float32.
+ * cos, sin: (n, 2 * half) bfloat16: the second half repeats the first. */
+KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, KvArray cos, KvArray sin);
 /* Runs a layer up to its attention: norm, projections, rotary embedding. x: (batch * tokens, hidden). cos, sin: (batch,
- * tokens, dim), or (tokens, dim) for all with `shared_angles`. query, key, value: (batch, heads, tokens, dim),
- * written. */
-KvStatus kvkeep_before_attention(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t tokens,
-                                 const uint16_t* cos, const uint16_t* sin, int shared_angles, uint16_t* query,
-                                 uint16_t* key, uint16_t* value);
-/* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (rows, heads * dim).
- * residual, y: (rows, hidden); they may be the same. */
-KvStatus kvkeep_after_attention(const KvLayer* layer, const uint16_t* attended, const uint16_t* residual, int64_t rows,
-                                uint16_t* y);
+ * tokens, dim), or (tokens, dim) for all. query, key, value: (batch, heads, tokens, dim), written. All are bfloat16. */
+KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
+                                 KvArray query, KvArray key, KvArray value);
+/* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (n, heads * dim). residual,
+ * y: (n, hidden); they may be the same. All are bfloat16. */
+KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y);
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* Attends. out: (lanes, groups, queries, value_dim), float32 with `float_out`, else bfloat16. lse: the log-sum-exp of
- * the scores, (lanes, groups, queries); -inf, and zeros in out, for a query that sees nothing. An attention may take
- * several calls, each of the next whole blocks: `state` is then (lanes * groups * queries * (2 + value_dim)) floats,
- * which every call but the first resumes with `resume`; out and lse are null in every call but the last. */
-KvStatus kvkeep_attend(const KvAttention* attention, void* out, int float_out, float* lse, float* state, int resume);
+/* Attends. out: (lanes, groups, queries, value_dim), float32 or bfloat16. lse: the log-sum-exp of the scores, (lanes,
+ * groups, queries) float32; -inf, and zeros in out, for a query that sees nothing. An attention may take several calls,
+ * each of the next whole blocks: `state` is then (lanes * groups * queries * (2 + value_dim)) float32, which every call
+ * but the first resumes with `resume`; out and lse are nothing in every call but the last. */
+KvStatus kvkeep_attend(const KvAttention* attention, KvArray out, KvArray lse, KvArray state, int resume);
 /* Writes the attention that entries received from the last `last` queries: exp(score - lse), summed over the queries
  * and averaged over the groups; with `reduce_max` the maximum over both. lse: as kvkeep_attend wrote it, perhaps over
- * more entries. received: (lanes, entries). */
-KvStatus kvkeep_received(const KvAttention* attention, const float* lse, int64_t last, int reduce_max, float* received);
-/* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of
- * insert->key_bytes and insert->value_bytes. */
-void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values);
+ * more entries. received: (lanes, entries) float32. */
+KvStatus kvkeep_received(const KvAttention* attention, KvArray lse, int64_t last, int reduce_max, KvArray received);
+/* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of the
+ * widths and types of insert->keys and insert->values. */
+KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_values);
 /* Runs the attention of one layer for one token of each of some sessions: inserts its entry, then attends. A token's
  * lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
- * tokens, dim), or (tokens, kv heads, dim) with `by_token`. out: (tokens, heads, value_dim) and lse: (tokens, heads):
- * the rows of these sessions' tokens are written, and no others. */
-KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
-                                const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
-                                uint16_t* out, float* lse);
+ * tokens, dim), or (tokens, kv heads, dim) with `by_token`. out: (tokens, heads, value_dim). All are bfloat16. lse:
+ * (tokens, heads) float32. The rows of these sessions' tokens are written to out and lse, and no others. */
+KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
+                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray out, KvArray lse);
 /* Runs `count` layers of the same shapes, one after the other, for the tokens of some sessions. layers: (count). steps:
- * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim). x: (tokens,
- * hidden), read and written. */
+ * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim) bfloat16. x:
+ * (tokens, hidden) bfloat16, read and written. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, int64_t tokens, const uint16_t* cos,
-                           const uint16_t* sin, uint16_t* x);
+                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x);
 
 /* ---- files in memory --------------------------------------------------------------------------------------------- */
 
@@ -270,9 +270,9 @@ void kvkeep_unmap_file(void* start);
 int64_t kvkeep_lost_files(void);
 /* Returns whether the mapped file that has `address` could not be read. */
 int kvkeep_is_lost(const void* address);
-/* Writes a digest of each block of rows: digests (lanes, blocks). block_bytes is a multiple of 8. */
-void kvkeep_digests(const void* rows, int64_t lanes, int64_t lane_bytes, int64_t blocks, int64_t block_bytes,
-                    uint64_t* digests);
+/* Writes a digest of each of `blocks` blocks of `block_rows` rows, from block `first` on: digests (lanes, blocks)
+ * int64. A block is a multiple of 8 bytes, those between its rows among them. */
+KvStatus kvkeep_digests(const KvRows* rows, int64_t first, int64_t blocks, int64_t block_rows, KvArray digests);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

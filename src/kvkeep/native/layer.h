@@ -17,17 +17,17 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
   const int64_t rows = batch * tokens, dim = l.dim, heads = l.heads, kv_heads = l.kv_heads;
   const int64_t width = (heads + 2 * kv_heads) * dim;
   bf16 *normed = scratch, *projected = scratch + rows * l.hidden;
-  norm(x, l.input_norm, l.eps, rows, l.hidden, normed);
+  norm_rows(x, numbers<float>(l.input_norm), l.eps, rows, l.hidden, normed);
   InputRows inputs{normed, rows, l.hidden, l.hidden};
   for (int64_t i = 0, column = 0; i < 3 && l.qkv[i].outputs; column += l.qkv[i++].outputs)
-    multiply(l.qkv[i], inputs, l.qkv_bias[i], projected + column, width);
+    multiply(l.qkv[i], inputs, numbers<bf16>(l.qkv_bias[i]), projected + column, width);
   for_each_row(rows, [&](int64_t r) {
     const int64_t b = r / tokens, i = r % tokens;
     const bf16 *c = cos + (shared_angles ? i : r) * dim, *s = sin + (shared_angles ? i : r) * dim;
     for (int64_t h = 0; h < heads + 2 * kv_heads; h++) {
       bf16* head = projected + r * width + h * dim;
       const bool is_query = h < heads, is_key = !is_query && h < heads + kv_heads;
-      const float* weight = is_query ? l.query_norm : is_key ? l.key_norm : nullptr;
+      const float* weight = is_query ? numbers<float>(l.query_norm) : is_key ? numbers<float>(l.key_norm) : nullptr;
       if (weight) norm_row(head, nullptr, nullptr, weight, l.eps, dim, head);
       if (is_query || is_key) rotate(head, c, s, dim);
       bf16* to = is_query ? query + ((b * heads + h) * tokens + i) * dim
@@ -41,13 +41,14 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
 static void run_after_attention(const KvLayer& l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y,
                                 bf16* scratch) {
   const int64_t hidden = l.hidden, width = l.heads * l.dim, intermediate = l.intermediate;
+  const float *after_attention = numbers<float>(l.post_attention_norm), *after_mlp = numbers<float>(l.post_mlp_norm);
   bf16 *normed = scratch, *gates = normed + rows * hidden, *gated = gates + rows * 2 * intermediate;
   InputRows attention_rows{attended, rows, width, width};
-  multiply(l.out, attention_rows, l.out_bias, normed, hidden);
+  multiply(l.out, attention_rows, numbers<bf16>(l.out_bias), normed, hidden);
   for_each_row(rows, [&](int64_t r) {
     bf16* out = normed + r * hidden;
-    if (l.post_attention_norm) norm_row(out, nullptr, nullptr, l.post_attention_norm, l.eps, hidden, out);
-    norm_row(residual + r * hidden, out, y + r * hidden, l.pre_mlp_norm, l.eps, hidden, out);
+    if (after_attention) norm_row(out, nullptr, nullptr, after_attention, l.eps, hidden, out);
+    norm_row(residual + r * hidden, out, y + r * hidden, numbers<float>(l.pre_mlp_norm), l.eps, hidden, out);
   });
   InputRows mlp_rows{normed, rows, hidden, hidden};
   for (int64_t i = 0, column = 0; i < 2 && l.gates[i].outputs; column += l.gates[i++].outputs)
@@ -59,7 +60,7 @@ static void run_after_attention(const KvLayer& l, const bf16* attended, const bf
   multiply(l.down, down_rows, nullptr, normed, hidden);
   for_each_row(rows, [&](int64_t r) {
     bf16 *out = normed + r * hidden, *to = y + r * hidden;
-    if (l.post_mlp_norm) norm_row(out, nullptr, nullptr, l.post_mlp_norm, l.eps, hidden, out);
+    if (after_mlp) norm_row(out, nullptr, nullptr, after_mlp, l.eps, hidden, out);
     add_row(out, hidden, to);
   });
 }
@@ -75,35 +76,42 @@ static void add_needs_after(const KvLayer& l, int64_t rows, Needs& needs) {
 
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
 
-static KvStatus before_attention(const KvLayer* l, const bf16* x, int64_t batch, int64_t tokens, const bf16* cos,
-                                 const bf16* sin, int shared_angles, bf16* query, bf16* key, bf16* value) {
-  const int64_t rows = batch * tokens, bytes = rows * elements_before_attention(*l) * 2;
+static KvStatus before_attention(const KvLayer* l, KvArray x, int64_t batch, KvArray cos, KvArray sin, KvArray query,
+                                 KvArray key, KvArray value) {
+  const int64_t rows = x.length / l->hidden, bytes = rows * elements_before_attention(*l) * 2;
   Needs needs;
   add_needs_before(*l, rows, needs);
   needs.add(KV_SCRATCH_LAYER, bytes);
   if (!needs.reserve()) return KV_NO_MEMORY;
   bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, size_t(bytes));
+  if (!scratch) return KV_FAILED;
   with_team(rows <= MAX_DIRECT_ROWS, [&] {
-    run_before_attention(*l, x, batch, tokens, cos, sin, shared_angles != 0, query, key, value, scratch);
+    run_before_attention(*l, numbers<bf16>(x), batch, rows / batch, numbers<bf16>(cos), numbers<bf16>(sin),
+                         cos.length < rows * l->dim, numbers<bf16>(query), numbers<bf16>(key), numbers<bf16>(value),
+                         scratch);
   });
   return KV_DONE;
 }
 
-static KvStatus after_attention(const KvLayer* l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y) {
-  const int64_t bytes = rows * elements_after_attention(*l) * 2;
+static KvStatus after_attention(const KvLayer* l, KvArray attended, KvArray residual, KvArray y) {
+  const int64_t rows = residual.length / l->hidden, bytes = rows * elements_after_attention(*l) * 2;
   Needs needs;
   add_needs_after(*l, rows, needs);
   needs.add(KV_SCRATCH_LAYER, bytes);
   if (!needs.reserve()) return KV_NO_MEMORY;
   bf16* scratch = (bf16*)kv_scratch(KV_SCRATCH_LAYER, size_t(bytes));
-  with_team(rows <= MAX_DIRECT_ROWS, [&] { run_after_attention(*l, attended, residual, rows, y, scratch); });
+  if (!scratch) return KV_FAILED;
+  with_team(rows <= MAX_DIRECT_ROWS, [&] {
+    run_after_attention(*l, numbers<bf16>(attended), numbers<bf16>(residual), rows, numbers<bf16>(y), scratch);
+  });
   return KV_DONE;
 }
 
 static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, int64_t tokens, const bf16* cos, const bf16* sin,
-                           bf16* x) {
+                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray residual) {
   const KvLayer& l = *layers[0];
+  const int64_t tokens = residual.length / l.hidden;
+  bf16* x = numbers<bf16>(residual);
   const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
   const int64_t inside = max64(elements_before_attention(l), elements_after_attention(l));
   const int64_t row_bytes = (inside + 2 * queries + 2 * keys) * 2 + l.heads * 4;
@@ -116,6 +124,7 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
   }
   if (!needs.reserve()) return KV_NO_MEMORY;
   float* lse = (float*)kv_scratch(KV_SCRATCH_LAYER, size_t(tokens * row_bytes));  // (tokens, heads)
+  if (!lse) return KV_FAILED;
   bf16* query = (bf16*)(lse + tokens * l.heads);                                  // (tokens, heads * dim)
   bf16* attended = query + tokens * queries;                              // (tokens, heads * dim)
   bf16* key = attended + tokens * queries;                                // (tokens, kv_heads * dim)
@@ -123,7 +132,8 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
   bf16* scratch = value + tokens * keys;
   with_team(tokens <= MAX_DIRECT_ROWS, [&] {
     for (int64_t i = 0; i < count; i++) {
-      run_before_attention(*layers[i], x, tokens, 1, cos, sin, false, query, key, value, scratch);
+      run_before_attention(*layers[i], x, tokens, 1, numbers<bf16>(cos), numbers<bf16>(sin), false, query, key, value,
+                           scratch);
       run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], attended, lse);
       run_after_attention(*layers[i], attended, x, tokens, x, scratch);
     }

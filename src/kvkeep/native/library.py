@@ -1,4 +1,4 @@
-"""The native library as Python calls it: how it is found, which path it takes, and the signatures of its functions.
+"""The native library as Python calls it: how it is found, which path it takes, and what its errors become.
 
 Only this module and structures.py call it through ctypes. It lies beside this file, made when the package is built. If
 it is missing or cannot be loaded, callers use plain torch operations, and one sentence says so. The environment
@@ -18,8 +18,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, out_of_memory, ran_out_of_memory
-from kvkeep.native.structures import CONSTANTS, NO_MEMORY, STRUCTURES, KvField, KvNumber, Table
+from kvkeep.errors import BadCall, KvkeepError, OutOfMemory, UsageError, out_of_memory, ran_out_of_memory
+from kvkeep.native.structures import BAD_CALL, FAILED, INTERFACE, NO_MEMORY, functions
 from kvkeep.native.threads import limit_threads
 
 log = logging.getLogger(__name__)
@@ -32,40 +32,6 @@ OPENMP = ("libgomp", "libomp", "libiomp")
 """The first parts of the file names of OpenMP runtimes."""
 TORCH = "torch"
 """The value of ``KVKEEP_CPU`` that means no library."""
-
-
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float, "s": ctypes.c_char_p}
-_RESULTS = {**_TYPES, "e": ctypes.c_int, "": None}
-_SIGNATURES = {
-    "kvkeep_fields": "p:p",
-    "kvkeep_constants": "p:p",
-    "kvkeep_paths": ":s",
-    "kvkeep_choose": "s:i",
-    "kvkeep_path": ":s",
-    "kvkeep_use_openmp": "pp",
-    "kvkeep_set_threads": "i",
-    "kvkeep_packed_bytes": "lll:l",
-    "kvkeep_pack": "lllplp:i",
-    "kvkeep_unpack": "ppl",
-    "kvkeep_rows": "pplp",
-    "kvkeep_product": "pplppl:e",
-    "kvkeep_norm": "ppfllp",
-    "kvkeep_angles": "plplfpp",
-    "kvkeep_before_attention": "ppllppippp:e",
-    "kvkeep_after_attention": "ppplp:e",
-    "kvkeep_attend": "ppippi:e",
-    "kvkeep_received": "pplip:e",
-    "kvkeep_insert": "plpp",
-    "kvkeep_attend_sessions": "plpppllifpp:e",
-    "kvkeep_run_layers": "ppplplppp:e",
-    "kvkeep_map_file": "il:p",
-    "kvkeep_unmap_file": "p",
-    "kvkeep_lost_files": ":l",
-    "kvkeep_is_lost": "p:i",
-    "kvkeep_digests": "pllllp",
-}
-"""Arguments of each function, and behind a colon the result, as kvkeep.h declares them: ``p`` a pointer, ``l`` and
-``i`` integers of 64 and 32 bits, ``f`` a float, ``s`` a string, ``e`` a status, which raises OutOfMemory."""
 
 
 @functools.cache
@@ -123,19 +89,21 @@ def _absent() -> str:
 
 @functools.cache
 def _loaded() -> ctypes.CDLL | None:
-    """Load the library and check that it has the structures of this module; None where it cannot be used, which a
-    warning says."""
+    """Load the library and check that it has the interface of kvkeep.h; None where it cannot be used, which a warning
+    says."""
     try:
         _check_digest()
         loaded = ctypes.CDLL(str(FILE))
-        for name, signature in _SIGNATURES.items():
-            arguments, _, result = signature.partition(":")
+        interface = getattr(loaded, "kvkeep_interface", None)
+        if interface is not None:
+            interface.restype = ctypes.c_char_p
+        if interface is None or interface().decode() != INTERFACE:  # it computes other bits, or reads other memory
+            raise KvkeepError("it was built for another kvkeep; install kvkeep again")
+        for name, (result, arguments) in functions().items():
             function = getattr(loaded, name)
-            function.argtypes = [_TYPES[kind] for kind in arguments]
-            function.restype = _RESULTS[result]
-            if result == "e":
+            function.argtypes, function.restype = arguments, ctypes.c_int if result == "KvStatus" else result
+            if result == "KvStatus":
                 function.errcheck = _check_status
-        _check_version(loaded)
     except (OSError, AttributeError, KvkeepError) as error:
         if ran_out_of_memory(error):  # without the library, bits would be others
             raise out_of_memory("the native library", error) from error
@@ -148,9 +116,13 @@ def _loaded() -> ctypes.CDLL | None:
 
 
 def _check_status(status: int, function: Any, arguments: Any) -> int:
-    """Raise OutOfMemory where a kernel found no memory to work in; it has then written nothing."""
+    """Raise OutOfMemory or BadCall where a kernel did not begin: it has then written nothing."""
     if status == NO_MEMORY:
         raise OutOfMemory("There was no memory for the native library to work in; use a smaller budget, text or model.")
+    if status == BAD_CALL:
+        raise BadCall(kernels().kvkeep_broken_rule().decode())
+    if status == FAILED:
+        raise KvkeepError(f"The native library has an error: {function.__name__} has not ended. Please report it.")
     return status
 
 
@@ -160,43 +132,6 @@ def _check_digest() -> None:
     digest = FILE.with_suffix(".sha256")
     if digest.is_file() and digest.read_bytes().strip() != hashlib.sha256(FILE.read_bytes()).hexdigest().encode():
         raise KvkeepError("its file is damaged or another build's; install kvkeep again")
-
-
-def _check_version(loaded: ctypes.CDLL) -> None:
-    """Raise KvkeepError where the library was compiled with other constants or structures than those of this module:
-    it computes other bits, or reads other memory."""
-    constants = {one.name.decode(): str(one.value) for one in _table(loaded.kvkeep_constants, KvNumber)}
-    fields = {
-        f"{one.structure.decode()}.{one.name.decode()}": _place(one.offset, one.size)
-        for one in _table(loaded.kvkeep_fields, KvField)
-    }
-    compiled = constants | fields
-    expected = {name: str(value) for name, value in CONSTANTS.items()}
-    for structure in STRUCTURES:
-        expected |= _places(structure)
-    for name in expected | compiled:
-        theirs, ours = compiled.get(name, "missing"), expected.get(name, "missing")
-        if theirs != ours:
-            name = name.removesuffix(".")
-            raise KvkeepError(f"it was built for another kvkeep: {name} is {theirs}, not {ours}; install kvkeep again")
-
-
-def _table(function: Any, structure: type[ctypes.Structure]) -> Table:
-    """Return the array of structures that a function returns, whose length it writes."""
-    count = ctypes.c_int64()
-    first = function(ctypes.byref(count))
-    return (structure * count.value).from_address(first)
-
-
-def _places(structure: type[ctypes.Structure]) -> dict[str, str]:
-    """Return where each field lies, by "structure.field"; by "structure." the structure itself."""
-    name, fields = structure.__name__, [(field[0], getattr(structure, field[0])) for field in structure._fields_]
-    places = {f"{name}.": _place(0, ctypes.sizeof(structure))}
-    return places | {f"{name}.{field}": _place(place.offset, place.size) for field, place in fields}
-
-
-def _place(offset: int, size: int) -> str:
-    return f"{size} bytes at {offset}"
 
 
 def map_file(descriptor: int, size: int) -> Any | None:

@@ -14,7 +14,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "kvkeep.h"
+#include "checks.h"
+#include "numbers.h"
 #include "runtime.h"
 
 namespace {
@@ -132,10 +133,13 @@ int kvkeep_is_lost(const void* address) {
   return file && file->lost.load();
 }
 
-void kvkeep_digests(const void* rows, int64_t lanes, int64_t lane_bytes, int64_t blocks, int64_t block_bytes,
-                    uint64_t* digests) {
-  parallel_for(lanes * blocks, [&](int64_t task) {
-    const char* block = (const char*)rows + task / blocks * lane_bytes + task % blocks * block_bytes;
-    digests[task] = digest_of(block, block_bytes / (int64_t)sizeof(uint64_t));
+KvStatus kvkeep_digests(const KvRows* rows, int64_t first, int64_t blocks, int64_t block_rows, KvArray digests) {
+  if (!blocks_fit(*rows, first, blocks, block_rows, digests)) return KV_BAD_CALL;
+  const int64_t size = size_of(rows->numbers.type), block_bytes = block_rows * rows->row_stride * size;
+  parallel_for(rows->lanes * blocks, [&](int64_t task) {
+    const char* lane = numbers<char>(rows->numbers) + task / blocks * rows->lane_stride * size;
+    numbers<uint64_t>(digests)[task] =
+        digest_of(lane + (first + task % blocks) * block_bytes, block_bytes / int64_t(sizeof(uint64_t)));
   });
+  return KV_DONE;
 }

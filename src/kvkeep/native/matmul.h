@@ -224,6 +224,7 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
 static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y, int64_t y_stride) {
   bool floats = m.kind == KV_BF16;
   x.prepare(!floats);
+  if (!x.data) return;
   RowsOfPanel of_panel = rows_of_kind(m.kind);
   int64_t panels = panels_of(m.outputs), size = panel_bytes(m.kind, m.inputs), workers = kv_threads();
   // The panels of a task share a tile of rows from the nearest caches; there are enough tasks for all threads.
@@ -237,7 +238,7 @@ static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y,
     for (int64_t tile = 0; tile < x.tiles(); tile++) {
       int rows = x.rows_of(tile);
       for (int64_t panel = first; panel < last; panel++) {
-        const uint8_t* at = (const uint8_t*)m.panels + panel * size;
+        const uint8_t* at = numbers<uint8_t>(m.panels) + panel * size;
         if (floats) float_rows_of_panel(at, m.inputs, (const float*)x.data + tile * ROW_TILE * m.inputs, rows, out);
         else of_panel(at, m.inputs, x.tile(tile), rows, out);
         store_outputs(out, rows, bias ? bias + panel * PANEL : nullptr, min64(PANEL, m.outputs - panel * PANEL),
@@ -253,12 +254,13 @@ static void add_needs(const KvMatrix& m, int64_t rows, Needs& needs) {
   if (m.outputs) needs.add(InputRows::kind_of(round), InputRows::bytes_of(round, rows, m.inputs));
 }
 
-static KvStatus product(const KvMatrix* m, const bf16* x, int64_t rows, const bf16* bias, bf16* y, int64_t y_stride) {
+static KvStatus product(const KvMatrix* m, KvArray x, KvArray bias, KvArray y, int64_t y_stride) {
+  const int64_t rows = x.length / m->inputs;
   Needs needs;
   add_needs(*m, rows, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
-  InputRows inputs{x, rows, m->inputs, m->inputs};
-  with_team(rows <= MAX_DIRECT_ROWS, [&] { multiply(*m, inputs, bias, y, y_stride); });
+  InputRows inputs{numbers<bf16>(x), rows, m->inputs, m->inputs};
+  with_team(rows <= MAX_DIRECT_ROWS, [&] { multiply(*m, inputs, numbers<bf16>(bias), numbers<bf16>(y), y_stride); });
   return KV_DONE;
 }
 

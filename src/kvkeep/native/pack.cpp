@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "checks.h"
 #include "float_mode.h"
 #include "numbers.h"
 #include "panels.h"
@@ -220,14 +221,16 @@ static void prefer_huge_pages(uint8_t* data, int64_t bytes) {
 }
 
 int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
-  if (!is_kind(kind) || inputs <= 0 || inputs % LAYOUTS[kind].unit) return 0;
+  if (!is_kind(kind) || !is_size(inputs) || !inputs || inputs % LAYOUTS[kind].unit || !is_size(outputs)) return 0;
   return panels_of(outputs) * panel_bytes(kind, inputs);
 }
 
-int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes,
-                uint8_t* panels) {
-  if (!is_kind(kind)) return 0;
+KvStatus kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, KvArray from, int64_t row_bytes, KvArray to) {
+  const KvMatrix matrix{to, inputs, outputs, kind};
+  if (!matrix_fits(matrix) || !file_rows_fit(matrix, from, row_bytes)) return KV_BAD_CALL;
   const KindLayout& l = LAYOUTS[kind];
+  const uint8_t* rows = numbers<uint8_t>(from);
+  uint8_t* panels = numbers<uint8_t>(to);
   int64_t size = panel_bytes(kind, inputs), units = inputs / l.unit;
   std::atomic<int> finite{1};
   prefer_huge_pages(panels, panels_of(outputs) * size);
@@ -254,15 +257,16 @@ int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* ro
       }
     }
   });
-  return finite.load();
+  return finite.load() ? KV_DONE : KV_NOT_FINITE;
 }
 
-void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
-  if (!is_kind(matrix->kind)) return;
+KvStatus kvkeep_unpack(const KvMatrix* matrix, KvArray to, int64_t row_bytes) {
+  if (!matrix_fits(*matrix) || !file_rows_fit(*matrix, to, row_bytes)) return KV_BAD_CALL;
+  uint8_t* rows = numbers<uint8_t>(to);
   const KindLayout& l = LAYOUTS[matrix->kind];
   int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
   parallel_for(panels_of(matrix->outputs), [&](int64_t panel) {
-    const uint8_t* from = (const uint8_t*)matrix->panels + panel * size;
+    const uint8_t* from = numbers<uint8_t>(matrix->panels) + panel * size;
     BlockParts unit;
     memset(&unit, 0, sizeof unit);
     for (int lane = 0; lane < PANEL && panel * PANEL + lane < matrix->outputs; lane++) {
@@ -274,17 +278,20 @@ void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
       }
     }
   });
+  return KV_DONE;
 }
 
-void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows) {
-  if (!is_kind(matrix->kind)) return;
+KvStatus kvkeep_rows(const KvMatrix* matrix, KvArray chosen, KvArray to) {
+  if (!matrix_fits(*matrix) || !outputs_fit(*matrix, chosen, to)) return KV_BAD_CALL;
+  const int64_t* outputs = numbers<int64_t>(chosen);
+  float* rows = numbers<float>(to);
   FloatMode mode;
   const KindLayout& l = LAYOUTS[matrix->kind];
   int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
   BlockParts unit;
   memset(&unit, 0, sizeof unit);
-  for (int64_t r = 0; r < count; r++, rows += matrix->inputs) {
-    const uint8_t* from = (const uint8_t*)matrix->panels + outputs[r] / PANEL * size;
+  for (int64_t r = 0; r < chosen.length; r++, rows += matrix->inputs) {
+    const uint8_t* from = numbers<uint8_t>(matrix->panels) + outputs[r] / PANEL * size;
     int lane = int(outputs[r] % PANEL);
     for (int64_t u = 0; u < units; u++) {
       if (matrix->kind == KV_BF16) {
@@ -298,4 +305,5 @@ void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, 
       dequantise(matrix->kind, unit, rows + u * l.unit);
     }
   }
+  return KV_DONE;
 }

@@ -40,8 +40,11 @@ struct KvNeeds {  // the most that a call needs of each kind, in bytes
 // Takes scratch memory for a call of this thread; returns whether there is enough. A call asks before it writes
 // anything, so one that fails has changed nothing. Threads that find no memory for their own do not help with it.
 bool kv_reserve(const KvNeeds* needs);
-// Returns scratch memory of this thread, aligned to 64 bytes: at most as much as was reserved.
+// Returns scratch memory of this thread, aligned to 64 bytes; null where a kernel wants more than was reserved, which
+// is an error in it.
 void* kv_scratch(KvScratch kind, size_t bytes);
+// Returns whether a kernel wanted more since the last call of this function.
+bool kv_exceeded(void);
 
 }  // extern "C"
 #pragma GCC visibility pop

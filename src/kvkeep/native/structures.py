@@ -1,163 +1,217 @@
-"""What kvkeep.h declares, in Python: constants, structures, and tables of them as the library reads them.
+"""What kvkeep.h declares, in Python: the header is read when this module is imported, and nothing is declared twice.
 
-library.py compares the constants, and the offset and size of every field, with those of the library that it loads.
+library.py compares :data:`INTERFACE` with that of the library that it loads.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.errors import BadCall
+
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+# ---- the header ----------------------------------------------------------------------------------
+
+_HEADER = Path(__file__).with_name("kvkeep.h").read_text(encoding="utf-8")
+_DECLARED = re.sub(r"/\*.*?\*/", "", _HEADER, flags=re.DOTALL)
+_STRUCTURES = dict(re.findall(r"typedef struct (\w+) \{(.*?)\}", _DECLARED, re.DOTALL))
+INTERFACE = hashlib.sha256("".join(_DECLARED.split()).encode()).hexdigest()
+"""The SHA-256 of the header without comments and spaces; CMakeLists.txt gives the library the same."""
+
+
+def _constants() -> dict[str, int]:
+    """Return the constants by name: C counts up where it states no number."""
+    found: dict[str, int] = {}
+    for body in re.findall(r"enum \w* ?\{(.*?)\}", _DECLARED, re.DOTALL):
+        number = -1
+        for name, stated in re.findall(r"(KV_\w+)(?: = (\d+))?", body):
+            found[name] = number = int(stated) if stated else number + 1
+    return found
+
+
+def _fields(structure: str) -> list[tuple[str, Any]]:
+    """Return the fields of a structure, whose own structures are defined above it."""
+    found = []
+    for kind, pointer, name, count in re.findall(r"(\w+)([* ]+)(\w+)(?:\[(\d+)\])?;", _STRUCTURES[structure]):
+        made = ctypes.c_void_p if "*" in pointer else _SIMPLE.get(kind) or globals()[kind]
+        found.append((name, made * int(count) if count else made))
+    return found
+
+
+def functions() -> dict[str, tuple[Any, list[Any]]]:
+    """Return the type of each function's result, and those of its arguments. A KvStatus is the string of its name: the
+    caller makes a check of it."""
+    found = {}
+    for result, name, arguments in re.findall(
+        r"^(\w[\w *]*?)(kvkeep_\w+)\((.*?)\);", _DECLARED, re.MULTILINE | re.DOTALL
+    ):
+        types = [argument.strip().rpartition(" ") for argument in arguments.split(",") if argument != "void"]
+        found[name] = _type(result), [_type(kind + "*" * name.count("*")) for kind, _, name in types]
+    return found
+
+
+def _type(declared: str) -> Any:
+    kind = declared.strip()
+    if kind == "const char*":
+        return ctypes.c_char_p
+    if "*" in kind:
+        return ctypes.c_void_p
+    return kind if kind == "KvStatus" else _SIMPLE[kind] if kind in _SIMPLE else globals()[kind]
+
+
+_SIMPLE: dict[str, Any] = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float, "void": None}
 
 # ---- constants -----------------------------------------------------------------------------------
 
-NUMERICS_VERSION = 1
-"""Part of every receipt: raised whenever the bits that kernels, or methods on them, compute change."""
-PANEL_OUTPUTS = 16
-"""Outputs of a matrix that lie in one panel."""
-BLOCK_ENTRIES = 512
-"""Entries that attention combines at a time."""
-TILE_ENTRIES = 32
-"""Entries of a tile of a block, and of a group of codes."""
-MAX_DIM = 1024
-"""The largest width of a key or a value."""
-KIND_NUMBERS = {"BF16": 0, "Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q5_1": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8}
-"""KvKind: how a matrix is stored."""
-SILU, GELU_TANH = 0, 1
-"""KvActivation: the activation of a gated MLP."""
-DONE, NO_MEMORY = 0, 1
-"""KvStatus: how a kernel ended."""
-CONSTANTS = {
-    "KV_NUMERICS": NUMERICS_VERSION,
-    "KV_PANEL_OUTPUTS": PANEL_OUTPUTS,
-    "KV_BLOCK_ENTRIES": BLOCK_ENTRIES,
-    "KV_TILE_ENTRIES": TILE_ENTRIES,
-    "KV_MAX_DIM": MAX_DIM,
-    "KV_SILU": SILU,
-    "KV_GELU_TANH": GELU_TANH,
-    "KV_DONE": DONE,
-    "KV_NO_MEMORY": NO_MEMORY,
-    **{f"KV_{kind}": number for kind, number in KIND_NUMBERS.items()},
-}
+CONSTANTS = _constants()
 """All constants, by their names in kvkeep.h."""
+NUMERICS_VERSION = CONSTANTS["KV_NUMERICS"]
+"""Part of every receipt: raised whenever the bits that kernels, or methods on them, compute change."""
+PANEL_OUTPUTS = CONSTANTS["KV_PANEL_OUTPUTS"]
+"""Outputs of a matrix that lie in one panel."""
+BLOCK_ENTRIES = CONSTANTS["KV_BLOCK_ENTRIES"]
+"""Entries that attention combines at a time."""
+TILE_ENTRIES = CONSTANTS["KV_TILE_ENTRIES"]
+"""Entries of a tile of a block, and of a group of codes."""
+MAX_DIM = CONSTANTS["KV_MAX_DIM"]
+"""The largest width of a key or a value."""
+_KINDS = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+KIND_NUMBERS = {kind: CONSTANTS[f"KV_{kind}"] for kind in _KINDS}
+"""KvKind: how a matrix is stored."""
+SILU, GELU_TANH = CONSTANTS["KV_SILU"], CONSTANTS["KV_GELU_TANH"]
+"""KvActivation: the activation of a gated MLP."""
+PLAIN, GROUPED = CONSTANTS["KV_PLAIN"], CONSTANTS["KV_GROUPED"]
+BY_CHANNEL, SKETCHED = CONSTANTS["KV_BY_CHANNEL"], CONSTANTS["KV_SKETCHED"]
+"""KvFormat: how the entries of a piece are stored."""
+NO_MEMORY, BAD_CALL = CONSTANTS["KV_NO_MEMORY"], CONSTANTS["KV_BAD_CALL"]
+NOT_FINITE, FAILED = CONSTANTS["KV_NOT_FINITE"], CONSTANTS["KV_FAILED"]
+"""KvStatus: how a call ended, if not well."""
 
-# ---- structures ----------------------------------------------------------------------------------
-
-_Fields = list[tuple[str, Any]]
+# ---- structures: kvkeep.h explains every field ---------------------------------------------------
 
 
-def _pointers(names: str) -> _Fields:
-    return [(name, ctypes.c_void_p) for name in names.split()]
+class KvArray(ctypes.Structure):
+    """Numbers in memory, with their length and type. Functions take a tensor, or None, in its place."""
+
+    __slots__ = ()
+    _fields_ = _fields("KvArray")
+
+    @classmethod
+    def from_param(cls, value: Any) -> KvArray:
+        """Return what ctypes passes for an argument: a tensor as :func:`array` describes it."""
+        return value if isinstance(value, KvArray) else array(value)
 
 
-def _integers(names: str) -> _Fields:
-    return [(name, ctypes.c_int64) for name in names.split()]
+class KvRows(ctypes.Structure):
+    """Rows of each lane."""
+
+    __slots__ = ()
+    _fields_ = _fields("KvRows")
 
 
 class KvMatrix(ctypes.Structure):
-    """A matrix as ``kvkeep_pack`` wrote it. Every field of these structures is explained in kvkeep.h."""
+    """A matrix as ``kvkeep_pack`` wrote it."""
 
     __slots__ = ()
-    _fields_ = [*_pointers("panels"), *_integers("inputs outputs kind")]
+    _fields_ = _fields("KvMatrix")
 
 
 class KvLayer(ctypes.Structure):
     """A decoder layer: its matrices, biases, and weights of norms."""
 
     __slots__ = ("kept",)
-    _fields_ = [
-        ("qkv", KvMatrix * 3),
-        ("out", KvMatrix),
-        ("gates", KvMatrix * 2),
-        ("down", KvMatrix),
-        ("qkv_bias", ctypes.c_void_p * 3),
-        *_pointers("out_bias input_norm query_norm key_norm post_attention_norm pre_mlp_norm post_mlp_norm"),
-        *_integers("hidden heads kv_heads dim intermediate activation"),
-        ("eps", ctypes.c_float),
-    ]
+    _fields_ = _fields("KvLayer")
+
+
+class KvSide(ctypes.Structure):
+    """The keys or the values of a piece."""
+
+    __slots__ = ()
+    _fields_ = _fields("KvSide")
 
 
 class KvPiece(ctypes.Structure):
     """Entries that lie in one place: bfloat16, codes, or cells of a sketch."""
 
     __slots__ = ()
-    _fields_ = [
-        *_pointers("keys values"),
-        *_integers("entries lanes key_lane_stride key_row_stride value_lane_stride value_row_stride"),
-        *_pointers("key_scale key_offset value_scale value_offset value_mean value_deviation"),
-        *_integers("key_bits value_bits value_group key_scale_stride value_scale_stride"),
-        *_pointers("cell_indices key_mean"),
-        *_integers("sums use_median"),
-    ]
+    _fields_ = _fields("KvPiece")
 
 
 class KvAttention(ctypes.Structure):
     """Queries, and the pieces that they attend to."""
 
     __slots__ = ()
-    _fields_ = [
-        *_pointers("query pieces first stop shift mask"),
-        *_integers("lanes groups queries dim value_dim piece_count entries"),
-        *_integers("causal_offset mask_lane_stride mask_query_stride"),
-        ("scaling", ctypes.c_float),
-    ]
+    _fields_ = _fields("KvAttention")
 
 
 class KvInsert(ctypes.Structure):
     """A new entry of each lane, and the column that it takes."""
 
     __slots__ = ()
-    _fields_ = [
-        *_pointers("ranks"),
-        *_integers("integer_ranks oldest_first columns column new_slot"),
-        *_pointers("keys values"),
-        *_integers("key_lane_bytes key_bytes value_lane_bytes value_bytes"),
-        *_pointers("slots scores extra newest new_scores evicted_keys evicted_values"),
-        *_integers("evicted_key_lane_bytes evicted_value_lane_bytes"),
-        *_pointers("evicted_slots evicted_scores evicted_extra evicted_newest"),
-    ]
+    _fields_ = _fields("KvInsert")
 
 
 class KvStep(ctypes.Structure):
     """One token of a session in one layer: its entry is written, and then it attends."""
 
     __slots__ = ()
-    _fields_ = [
-        ("attention", KvAttention),
-        ("insert", KvInsert),
-        *_pointers("received"),
-        *_integers("reduce_max token first_lane token_lanes"),
-    ]
+    _fields_ = _fields("KvStep")
 
 
-class KvField(ctypes.Structure):
-    """A field of a structure as the library was compiled with it; without a name the structure itself."""
-
-    _fields_ = [("structure", ctypes.c_char_p), ("name", ctypes.c_char_p), *_integers("offset size")]
-
-
-class KvNumber(ctypes.Structure):
-    """A constant as the library was compiled with it."""
-
-    _fields_ = [("name", ctypes.c_char_p), *_integers("value")]
-
-
-STRUCTURES = (KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert, KvStep)
-"""All structures that calls of the library point to."""
 PIECE_BYTES = ctypes.sizeof(KvPiece)
 """The bytes from one piece of a table to the next."""
 Table = ctypes.Array[Any]
 """An array of structures, addresses or numbers in memory, as kernels read it."""
 
-# ---- addresses and tables -----------------------------------------------------------
+# ---- tensors and tables --------------------------------------------------------------------------
+
+NO_ARRAY, NO_ROWS = KvArray(), KvRows()
+"""What stands for a tensor that is not there."""
 
 
-def address(tensor: Tensor | None) -> int | None:
-    """Return where a tensor's numbers begin, None for none: a pointer, which does not keep the tensor."""
-    return None if tensor is None else tensor.data_ptr()
+def array(tensor: Tensor | None) -> KvArray:
+    """Return a tensor as the library reads it, one number after the other; the result does not keep it. Raises BadCall
+    for one that is not on the CPU, whose numbers lie apart, or whose type the library does not know."""
+    if tensor is None:
+        return NO_ARRAY
+    if not tensor.is_contiguous():
+        raise BadCall("numbers of a tensor must lie one after the other")
+    return KvArray(tensor.data_ptr(), tensor.numel(), _type_of(tensor.dtype, tensor.device))
+
+
+def rows(tensor: Tensor | None) -> KvRows:
+    """Return a tensor (lanes, rows, width), or (1, lanes, rows, width), as the library reads it; the result does
+    not keep it. Raises BadCall as :func:`array`, and where the numbers of a row lie apart."""
+    if tensor is None:
+        return NO_ROWS
+    *outer, lanes, count, width = tensor.shape
+    lane_stride, row_stride, stride = tensor.stride()[-3:]
+    if outer not in ([], [1]):
+        raise BadCall(f"a tensor must be (lanes, rows, width), not {tuple(tensor.shape)}")
+    if stride != 1 and width > 1:
+        raise BadCall("numbers of a row must lie one after the other")
+    length = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+    numbers = KvArray(tensor.data_ptr(), max(0, length), _type_of(tensor.dtype, tensor.device))
+    return KvRows(numbers, lanes, count, width, lane_stride, row_stride)
+
+
+@functools.cache
+def _type_of(dtype: torch.dtype, device: torch.device) -> int:
+    """Return the KvType of a tensor's numbers."""
+    name = str(dtype).removeprefix("torch.").replace("bool", "uint8")
+    number = CONSTANTS.get(f"KV_{name.upper()}")
+    if device.type != "cpu" or number is None:
+        raise BadCall(f"a tensor must be on the CPU and of a type that the library knows, not {dtype} on '{device}'")
+    return number
 
 
 def address_of(struct: ctypes.Structure | Table) -> int:
@@ -185,6 +239,6 @@ def piece_table(count: int) -> Table:
     return (KvPiece * count)()
 
 
-def copy_piece(table: Table, number: int, piece: KvPiece) -> None:
-    """Copy a piece into a table of them."""
-    ctypes.memmove(ctypes.addressof(table) + number * PIECE_BYTES, ctypes.addressof(piece), PIECE_BYTES)
+def copy_pieces(table: Table, number: int, pieces: Table) -> None:
+    """Copy pieces into a table of at least ``number`` more."""
+    ctypes.memmove(ctypes.byref(table, number * ctypes.sizeof(KvPiece)), pieces, ctypes.sizeof(pieces))

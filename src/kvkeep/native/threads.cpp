@@ -16,7 +16,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "kvkeep.h"
@@ -204,6 +203,7 @@ struct Scratch {
   }
 };
 thread_local Scratch scratch;
+std::atomic<bool> exceeded{false};  // a kernel wanted more than it had reserved
 
 // ---- regions --------------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ struct TeamCall {
   const void* context;
   const void* caller;    // the address of `team` in the calling thread
   const KvNeeds& needs;  // of its call
-  Team team;
+  Team team{};
 };
 
 void run_team(void* data) {
@@ -288,9 +288,11 @@ bool kv_reserve(const KvNeeds* needs) {
 
 void* kv_scratch(KvScratch kind, size_t bytes) {
   if (scratch.size[kind] >= bytes) return scratch.data[kind];
-  fprintf(stderr, "kvkeep: a kernel uses more memory than it has reserved (%zu bytes of kind %d).\n", bytes, int(kind));
-  abort();
+  exceeded.store(true, std::memory_order_relaxed);
+  return nullptr;
 }
+
+bool kv_exceeded(void) { return exceeded.load(std::memory_order_relaxed) && exceeded.exchange(false); }
 
 void kvkeep_use_openmp(void* parallel, void* max_threads) {
   regions.gomp_parallel = (GompParallel)parallel;

@@ -28,6 +28,7 @@ from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import SlidingLayer, holding_of
+from kvkeep.stores.evicted.in_order import InOrder
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.round import Round
 from kvkeep.stores.recurrent import RecurrentState
@@ -158,6 +159,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
 
     def entries_of(site: Site, store: EvictedStore) -> Resident:
         if selector.in_order:
+            assert isinstance(store, InOrder)
             return Newest(site, store)
         return Selected(site, selector, site.budgets, store, tail, adapter if selector.ahead else None)
 
@@ -265,8 +267,6 @@ class _Builder:
             model=self.model,
             entries=self.entries,
             budgets=budgets,
-            in_order=self.method.selector.in_order,
-            page=self.request.page,
             readers=sum(reader.source == layer.index for reader in self.geometry.layers),
             first=layer.index == self.geometry.full_layers[0].index,
             ledger=self.ledger,

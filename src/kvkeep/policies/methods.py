@@ -129,8 +129,7 @@ class Method:
         chunk = () if self.oneshot else ("chunk",)
         if not self.checkpoints:
             return ("budget", *chunk, "where", "folder", "page") if self.reading else ("budget", *chunk)
-        keeps = self.recall.backed or self.recall.endless
-        capacity = ("capacity",) if not keeps or self.recall.loses else ()
+        capacity = () if self.recall.drafts else ("capacity",)
         return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
 
     @property

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection
 
 from kvkeep.errors import UsageError, unknown
+from kvkeep.extras import how
 from kvkeep.plugins import PARTS, points
 
 STOCK = "stock"
@@ -65,6 +66,6 @@ def check_lab(spec: str, known: Collection[str]) -> None:
     :data:`INSTEAD`."""
     for given in (part.partition(":")[0] for part in spec.split("+")):
         if (name := FORMER.get(given, given)) in LAB and name not in known:
-            raise UsageError(f"'{name}' comes with the lab, which is not installed: pip install 'kvkeep[lab]'.")
+            raise UsageError(f"'{name}' comes with the lab, which is not installed: {how('lab')}.")
         if name in INSTEAD and name not in known:
             raise UsageError(f"kvkeep has no '{name}': {INSTEAD[name]}.")

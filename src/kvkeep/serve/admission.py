@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,22 +14,24 @@ from transformers.modeling_utils import PreTrainedModel
 from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.errors import EntriesLost
+from kvkeep.errors import EntriesLost, PromptTooLong, QueueFull, SessionMismatch
 from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
-from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, PromptTooLong, QueueFull, SessionMismatch
+from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, is_under_way
 from kvkeep.serve.prefixes import Prefix, find
-from kvkeep.serve.session import Name, OpenSession
+from kvkeep.serve.session import Name, OpenSession, State
 from kvkeep.serve.session_pool import SessionPool
+
+UNDECIDED = 64
+"""The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
 
 
 class Admission:
     """The queue of an engine. Only the engine's thread uses it.
 
-    running, saving: the engine's lists of admitted answers, and of answers whose turn is being saved. limit: the
-    maximum number of waiting answers; with 0, an answer begins at once or is refused. left: called for every answer
-    that no longer waits.
+    running, saving: the engine's admitted answers, and its answers whose turn is being saved. limit: the maximum number
+    of waiting answers; with 0, an answer begins at once or is refused.
     """
 
     def __init__(
@@ -36,39 +40,52 @@ class Admission:
         arbiter: Arbiter,
         sessions: SessionPool,
         running: list[Job],
-        saving: list[Job],
+        saving: Collection[Job],
         limit: int,
-        left: Callable[[], None],
     ) -> None:
         self.model, self.arbiter, self.sessions = model, arbiter, sessions
         self.waiting: deque[Job] = deque()
-        self._running, self._saving, self._limit, self._left = running, saving, limit, left
+        self.count = 0
+        """Answers that wait here or in the engine's inbox."""
+        self._running, self._saving, self._limit, self._lock = running, saving, limit, threading.Lock()
         self._refused: tuple[Job, object] | None = None  # the job that waits for memory, and the holders of memory then
+
+    def enter(self) -> None:
+        """Count one more answer. Any thread may call this. Raises QueueFull."""
+        with self._lock:
+            if self.count >= (self._limit or UNDECIDED):
+                raise self._refusal()
+            self.count += 1
+
+    def _leave(self, job: Job) -> None:
+        """Remove an answer that no longer waits."""
+        self.waiting.remove(job)
+        with self._lock:
+            self.count -= 1
 
     def drop_cancelled(self) -> None:
         """End the waiting answers that were cancelled."""
-        for job in [job for job in self.waiting if job.cancelled and not job.disk_busy]:
+        for job in [job for job in self.waiting if job.cancelled and not is_under_way(job.opening)]:
             self._dismiss(job, Finished("cancelled", "", (), 0, 0, 0))
 
     def _dismiss(self, job: Job, last: Event) -> None:
         """End an answer that never began; release the session that was opened for it."""
-        if job.disk is not None:
+        if job.opening is not None:
             with suppress(Exception):  # it may have failed to open
-                self._adopt(job)
+                self.sessions.named(job)
         session = None if job.name is None else self.sessions.memory.get(job.name)
         if session is not None and not session.busy:
             self.sessions.leave(session)
-        self.waiting.remove(job)
-        self._left()
+        self._leave(job)
         job.end(last)
 
     def admit(self) -> None:
         """Begin waiting answers; if too many still wait, refuse the last ones."""
         self._admit()
-        while len(self.waiting) > self._limit and not self.waiting[-1].disk_busy:
-            self._dismiss(self.waiting[-1], self.refusal())
+        while len(self.waiting) > self._limit and not is_under_way(self.waiting[-1].opening):
+            self._dismiss(self.waiting[-1], self._refusal())
 
-    def refusal(self) -> QueueFull:
+    def _refusal(self) -> QueueFull:
         """Return the error for a request that finds the queue full."""
         return QueueFull(f"The queue is full ({self._limit} requests); retry later.")
 
@@ -81,10 +98,7 @@ class Admission:
             if job.name in busy or self._is_waiting(job):
                 busy |= {job.name} - {None}  # a session's turns stay in order
                 continue
-            if self._refused == (
-                job,
-                self._in_memory,
-            ):  # no memory was released after the refusal
+            if self._refused == (job, self._in_memory):  # no memory was released after the refusal
                 return
             try:
                 session = self._session(job)
@@ -101,9 +115,8 @@ class Admission:
                 job.end(job.failure(error))
             if job.name is not None:
                 busy.add(job.name)
-            if job.disk is None or job.session is not None:  # else it is being opened
-                self.waiting.remove(job)
-                self._left()
+            if job.opening is None:
+                self._leave(job)
 
     def _session(self, job: Job) -> OpenSession | None:
         """Return the session that an answer continues; None while it is being opened. Raises the error of opening
@@ -111,14 +124,8 @@ class Admission:
         if job.name is None:
             job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
-        session = self.sessions.memory.get(job.name)
-        if session is None or not session.current:
-            if job.disk is None:
-                job.disk = self.sessions.storage.open(job.name, job.cache)
-            if not job.disk.done():
-                return None
-            session = self._adopt(job)
-        if job.names_cache:
+        session = self.sessions.named(job)
+        if session is not None and job.names_cache:
             wanted, fixed = Request.parse(**job.cache), session.cache.request
             if (wanted.method, wanted.budget) != (fixed.method, fixed.budget):
                 budget = "no budget" if fixed.budget is None else f"budget '{fixed.budget}'"
@@ -126,7 +133,8 @@ class Admission:
                     f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be "
                     "changed; leave method and budget out, or use another session name."
                 )
-        self._limit_to_positions(job, session.cache)
+        if session is not None:
+            self._limit_to_positions(job, session.cache)
         return session
 
     def _limit_to_positions(self, job: Job, cache: KeepCache) -> None:
@@ -141,12 +149,6 @@ class Admission:
             raise PromptTooLong.of(tokens, positions)
         job.ask = replace(job.ask, max_tokens=positions - tokens)
 
-    def _adopt(self, job: Job) -> OpenSession:
-        """Put the session that was opened for an answer into the pool, and return it."""
-        assert job.disk is not None and job.name is not None
-        opened, job.disk = job.disk, None
-        return self.sessions.adopt(opened.result())
-
     def _beginning(self, job: Job, session: OpenSession) -> tuple[Prefix | None, Sequence[BlockName]] | None:
         """Return what an empty session can begin its prompt with: a prefix in memory, or more blocks of the store. None
         if the answer has to wait for it without blocking others."""
@@ -154,14 +156,15 @@ class Admission:
         if isinstance(prefix, PendingPrefix):
             job.waits_for = prefix
             return None
-        if prefix is not None and prefix.session in self.sessions.storing:
-            prefix.session.wanted = True
-            self.sessions.storing[prefix.session].cancel()
+        if prefix is not None and prefix.session.storing:
+            prefix.session.state = State.YIELDING
+            if prefix.session.work is not None:
+                prefix.session.work.cancel()
             return None
         known = 0 if prefix is None else len(prefix.ids)
-        if session.away or session.past.ids:
+        if session.state is State.PARKED or session.past.ids:
             return prefix, ()
-        job.found = job.found or self.sessions.storage.find(session, job.ask.prompt, known)
+        job.found = job.found or self.sessions.beginnings.find(session, job.ask.prompt, known)
         if job.found is None:
             return prefix, ()
         if not job.found.done():
@@ -190,18 +193,11 @@ class Admission:
         peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens, len(blocks) * BLOCK)
         self.arbiter.check(peak)
         peak = max(peak, session.memory_bytes)  # a cache that is longer than needed keeps its memory
-        giver = None if prefix is None else prefix.session
-        way = None
-        if prefix is not None and not prefix.taken:
-            granted = max(peak, prefix.copied)
-            way = self._way(session, granted - prefix.once, staying=giver)
-        if way is None:
-            giver = None if giver is None or giver.busy else giver
-            granted = peak if giver is None else max(peak, giver.memory_bytes)
-            way = self._way(session, granted, going=giver)
-        if way is None:
+        grant = self._grant(session, peak, prefix)
+        if grant is None:
             self._refused = job, self._in_memory
             return False
+        granted, way, giver = grant
         for one in way:
             self.sessions.park(one)
         if giver is not None and prefix is not None:
@@ -212,16 +208,32 @@ class Admission:
                     self.sessions.leave(giver, stay=False)
                 return False
             self.sessions.use(giver)
-        if not session.away:
+        work: Future[None] | None = None
+        if session.state is State.PARKED:
+            work = self.sessions.storage.restore(session)
+        else:
             session.past.align(job.ask.prompt)
+            if blocks:
+                work = self.sessions.beginnings.begin(session, blocks, job.ask.prompt)
         job.session, job.granted, self._refused = session, granted, None
         self._running.append(job)
-        self.sessions.touch(session)
-        if session.away:
-            job.disk = self.sessions.storage.restore(session)
-        elif blocks:
-            job.disk = self.sessions.storage.begin(session, blocks, job.ask.prompt)
+        self.sessions.begin(session, work)
         return True
+
+    def _grant(
+        self, session: OpenSession, peak: int, prefix: Prefix | None
+    ) -> tuple[int, list[OpenSession], OpenSession | None] | None:
+        """Return the bytes to grant, the sessions to evict for them, and the one that gives ``prefix``, which it keeps
+        if there is memory for both; None if there is no memory."""
+        giver = None if prefix is None else prefix.session
+        if prefix is not None and not prefix.taken:
+            granted = max(peak, prefix.copied)
+            if (way := self._way(session, granted - prefix.once, staying=giver)) is not None:
+                return granted, way, giver
+        giver = None if giver is None or giver.busy else giver
+        granted = peak if giver is None else max(peak, giver.memory_bytes)
+        way = self._way(session, granted, going=giver)
+        return None if way is None else (granted, way, giver)
 
     def _way(
         self, session: OpenSession, wanted: int, going: OpenSession | None = None, staying: OpenSession | None = None

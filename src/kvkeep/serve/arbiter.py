@@ -16,6 +16,8 @@ from kvkeep.plan.sizes import grant
 from kvkeep.stores.dynamic import DynamicLayer
 
 MEGA = 1e6
+KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoint_host", "checkpoint_disk")
+"""The kinds of bytes of a cache. Bytes on disk are not memory."""
 
 
 def peak_bytes(cache: KeepCache, tokens: int) -> int:
@@ -83,3 +85,11 @@ class Arbiter:
     def grants(self, wanted: int, others: Iterable[SessionBytes]) -> bool:
         """Return whether ``wanted`` more bytes fit beside ``others``."""
         return wanted + total_bytes(others) <= self.total
+
+
+def bytes_by_kind(cache: KeepCache) -> dict[str, int]:
+    """Return the bytes of a cache by kind."""
+    found = cache.memory()
+    places = (found.checkpoint_bytes[place] for place in ("device", "host", "disk"))
+    counts = (found.resident_bytes, found.compressed_bytes, found.bookkeeping_bytes, *places)
+    return dict(zip(KINDS, counts, strict=True))

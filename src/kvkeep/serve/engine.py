@@ -25,54 +25,54 @@ import torch
 
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
-from kvkeep.decode.prompt import encode
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of, ran_out_of_memory, release
+from kvkeep.errors import (
+    EngineStopping,
+    KvkeepError,
+    PromptTooLong,
+    UnsupportedModelError,
+    UsageError,
+    place_of,
+    ran_out_of_memory,
+    release,
+)
 from kvkeep.geometry import ModelGeometry
-from kvkeep.memory.rows import BLOCK
 from kvkeep.models.adapter import processes
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.native.library import trim_memory
-from kvkeep.native.room import has_room
 from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission
-from kvkeep.serve.arbiter import Arbiter, peak_bytes
-from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
-from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, can_share
-from kvkeep.serve.session import Name, check_name
+from kvkeep.serve.arbiter import Arbiter, total_bytes
+from kvkeep.serve.job import Event, Finished, Job
+from kvkeep.serve.session import Name, State, check_name
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
-from kvkeep.serve.session_storage import SessionStorage
-from kvkeep.units import size
+from kvkeep.serve.session_storage import check_capacity
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WAITING = 64
 """The maximum number of requests that wait for memory or for another answer."""
-UNDECIDED = 64
-"""The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
 ROOM_BYTES = 16 << 20
 """The memory that the process can still get when a step begins."""
-WARM_UP_TOKENS = 8
-"""The number of tokens of the prompt and of the answer that are made before the first request."""
 
 
-_DONE: Future[None] = Future()
-_DONE.set_result(None)
-
-
-class Watch:
-    """Observes an engine's work. The methods run in the engine's thread and must not block. Here they do nothing."""
-
-    def stepped(self, sessions: int, tokens: int) -> None:
-        """Called after a step that reads ``tokens`` tokens for ``sessions`` sessions."""
-
-    def wrote(self, tokens: int, seconds: float, first: bool) -> None:
-        """Called when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones or after its request."""
+def _bind(model: Any, geometry: ModelGeometry) -> None:
+    """Bind a model before threads use it, because concurrent binding is not safe. Raises UnsupportedModelError."""
+    if processes(model) > 1:
+        raise UnsupportedModelError(
+            "This model is split over several processes (tensor parallelism), which the server does not support; load "
+            "the model in one process."
+        )
+    try:
+        bind(model)
+    except UnsupportedModelError:
+        if not geometry.other_layers:  # these layers need a separate pass per session
+            raise
 
 
 class Engine:
@@ -80,10 +80,10 @@ class Engine:
 
     store: the store of sessions and beginnings; without one, evicted sessions are forgotten and read again. cache:
     default method, budget and options of a session. waiting: the maximum number of waiting requests. capacity: maximum
-    number of older entries that a session of ``endless`` stores (None: no limit). Call :meth:`start` for a thread; or
-    call :meth:`step` until it returns False, then :meth:`close`. Raises UnsupportedModelError for a model whose
-    attention cannot be streamed, and UsageError for a capacity that is too small for sessions that continue the
-    default one.
+    number of older entries that a session of ``endless`` stores (None: no limit). pool: the class that holds sessions
+    in memory. Call :meth:`start` for a thread; or call :meth:`step` until it returns False, then :meth:`close`. Raises
+    UnsupportedModelError for a model whose attention cannot be streamed, and UsageError for a capacity that is too
+    small for sessions that continue the default one.
     """
 
     def __init__(
@@ -93,55 +93,32 @@ class Engine:
         waiting: int = WAITING,
         store: Store | None = None,
         capacity: int | None = None,
+        pool: type[SessionPool] = SessionPool,
         **cache: Any,
     ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.cache, self.capacity = cache, capacity
         self.arbiter = Arbiter(memory)
         self.geometry = ModelGeometry.of(self.model)
-        if processes(self.model) > 1:
-            raise UnsupportedModelError(
-                "This model is split over several processes (tensor parallelism), which the server does not support; "
-                "load the model in one process."
-            )
-        try:
-            bind(self.model)  # here, because concurrent binding is not safe
-        except UnsupportedModelError:
-            if not self.geometry.other_layers:  # these layers need a separate pass per session
-                raise
+        _bind(self.model, self.geometry)
         if capacity is not None:
-            self._check_capacity(capacity, store)
+            cache_of_endless = KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
+            check_capacity(cache_of_endless, capacity, store)
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
-        storage = SessionStorage(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
-        self.sessions = SessionPool(self.model, storage)
+        self.sessions = pool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.scheduler = Scheduler(self.model)
         self.running: list[Job] = []
-        self.watch = Watch()
-        self._saving: list[Job] = []
-        self._admission = Admission(
-            self.model, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
-        )
-        self._count = 0  # requests in the inbox and in the queue
-        self._limit = waiting or UNDECIDED  # of that number
+        self.wrote: Callable[[int, float, bool], None] = lambda tokens, seconds, first: None
+        """Called in the engine's thread when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones;
+        the ``first`` ones, after its request."""
+        self._saving: dict[Job, Event] = {}  # answers whose turn is being saved, and their last events
+        self._admission = Admission(self.model, self.arbiter, self.sessions, self.running, self._saving, waiting)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopping = self._ended = False
+        self.stopping = self._ended = False
         self.fault: BaseException | None = None  # the error that ended its thread
         self.beat = time.monotonic()
         self.ends = end_ids(self.model)
-
-    def _check_capacity(self, capacity: int, store: Store | None) -> None:
-        """Raise UsageError if ``capacity`` is too small for ``endless``, or too large for the store's quota."""
-        cache = KeepCache(self.model, **self.options(endless_options(self.cache, self.geometry)))
-        if store is None:
-            return
-        newest = (cache.entries or 0) + cache.stream.chunk + 2 * BLOCK  # with the first and the last block
-        blocks, state = (count * self.geometry.full_bytes_per_token for count in (capacity, newest))
-        if not store.blocks.fitting(1, blocks, state):
-            raise UsageError(
-                f"The store's quota is {size(store.blocks.quota or 0)}, which does not keep a session of "
-                f"{capacity:,} older entries, {size(blocks + state)}; raise --quota, or lower --capacity."
-            )
 
     # -- from any thread ------------------------------------------------------------------------------
 
@@ -170,13 +147,11 @@ class Engine:
         if name is not None:
             check_name(name)
         named = bool(cache) if names_cache is None else names_cache
-        job = Job(ask, listener, name, self.options(cache), named, owner if name is None else name[0])
+        job = Job(ask, listener, name, owner if name is None else name[0], self.options(cache), named)
         with self._lock:
-            if self._stopping:
+            if self.stopping:
                 raise EngineStopping("The server is shutting down; retry when it is back.")
-            if self._count >= self._limit:  # here, because a step may take seconds, in which the inbox fills
-                raise self._admission.refusal()
-            self._count += 1
+            self._admission.enter()  # here, because a step may take seconds, in which the inbox fills
             self._inbox.put(job)
         return job
 
@@ -200,12 +175,11 @@ class Engine:
         future: Future[T] = Future()
 
         def done() -> None:
-            if not future.set_running_or_notify_cancel():  # the caller has cancelled it
-                return
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():  # else the caller has cancelled it
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
 
         with self._lock:
             if self._ended:
@@ -216,28 +190,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """The number of requests whose answers have not begun."""
-        return self._count
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the engine refuses new requests."""
-        return self._stopping
-
-    def warm_up(self) -> None:
-        """Queue a short answer in a cache that is discarded. It does what happens once in a process, such as reading
-        the weights into memory and compiling the chat template. It ends when a request arrives, which then does the
-        rest; an error shows there as well."""
-
-        def answer() -> None:
-            prompt = encode(self.tokenizer, [{"role": "user", "content": "Hello"}])[-WARM_UP_TOKENS:]
-            cache = KeepCache(self.model, **self.cache)
-            self.arbiter.check(peak_bytes(cache, len(prompt) + WARM_UP_TOKENS))
-            ask, scheduler = Ask(prompt, WARM_UP_TOKENS), Scheduler(self.model)
-            scheduled = scheduler.add(Answer(ask, cache, self.tokenizer, self.ends, lambda _: None))
-            while not (self.waiting or self._stopping) and not scheduled.give(scheduler.step()[0].logits):
-                pass
-
-        self.call(answer)
+        return self._admission.count
 
     def start(self) -> None:
         """Run steps in a new thread."""
@@ -248,13 +201,13 @@ class Engine:
         """Refuse new requests, give running answers and their storing ``grace`` seconds to finish, cancel the rest; end
         the thread. What was not stored is read again."""
         with self._lock:
-            self._stopping = True
+            self.stopping = True
         self._inbox.put(None)
         deadline = time.monotonic() + grace
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.05)
             if time.monotonic() > deadline:
-                self.sessions.storage.ending = True
+                self.sessions.beginnings.ending = True
                 for job in [*self.running, *self._admission.waiting]:
                     job.cancel()
 
@@ -275,7 +228,7 @@ class Engine:
         except BaseException as error:
             self.fault = error
             with self._lock:
-                self._stopping = True
+                self.stopping = True
             self._take_in(False)
             for job in [*self.running, *self._admission.waiting]:
                 job.tell(KvkeepError(f"The engine failed ({type(error).__name__}); the answer is lost."))
@@ -303,14 +256,19 @@ class Engine:
                 raise
             release(error)
             trim_memory()
-            for job in [job for job in self.running if job.answer is not None]:
-                self._fail_anyway(job, job.failure(error))
+            for job in self._answered:
+                self._end_anyway(job, job.failure(error))
             return True
 
-    def _fail_anyway(self, job: Job, error: KvkeepError) -> None:
+    @property
+    def _answered(self) -> list[Job]:
+        """The running jobs whose answers have begun."""
+        return [job for job in self.running if job.answer is not None]
+
+    def _end_anyway(self, job: Job, error: KvkeepError) -> None:
         """End a failed job. If memory runs out again meanwhile, nothing of its session is kept."""
         try:
-            self._fail(job, error)
+            self._end(job, error)
         except Exception as again:
             if not ran_out_of_memory(again):
                 raise
@@ -320,13 +278,21 @@ class Engine:
                 job.session.past.cache.reset()
                 self._leave(job, error, stay=False)
 
+    @property
+    def granted(self) -> int:
+        """Bytes that are granted to running answers, which contain those that their caches use."""
+        return total_bytes((job.granted, job.session.counted[1]) for job in self.running if job.session is not None)
+
     def step(self, wait: bool = False) -> bool:
         """Take requests from the inbox, and run one read of every answer. wait: if there is no work, wait for some.
         Return False if the engine was stopped and no work is left."""
         self._take_in(wait and not self._work)
         self._report_saved()
         self.sessions.leave_stored()
-        self._drop_cancelled()
+        self._admission.drop_cancelled()
+        for job in self._answered:
+            if job.cancelled:
+                self._end(job, "cancelled")
         self.sessions.evict()
         self.sessions.trim_memory()
         self._admission.admit()
@@ -338,7 +304,7 @@ class Engine:
             self._read()
         elif self.sessions.storage.busy:  # all answers wait for the store
             self._take_in(True)
-        stopping = self._stopping  # read first: no request is accepted afterwards
+        stopping = self.stopping  # read first: no request is accepted afterwards
         return self._work or not self._inbox.empty() or not stopping
 
     @property
@@ -358,39 +324,33 @@ class Engine:
             elif given is not None:
                 given()
 
-    def _begun(self) -> None:
-        """Decrement the number of waiting requests."""
-        with self._lock:
-            self._count -= 1
-
-    def _drop_cancelled(self) -> None:
-        self._admission.drop_cancelled()
-        for job in [job for job in self.running if job.cancelled and job.answer is not None]:
-            self._end(job, "cancelled")
-
     def _begin_answers(self) -> None:
         """Begin the answers whose sessions are in memory."""
-        for job in [job for job in self.running if job.answer is None and not job.disk_busy]:
-            assert job.session is not None
+        for job in [job for job in self.running if job.answer is None]:
+            session = job.session
+            assert session is not None
+            if session.working:
+                continue
             try:
-                if job.disk is not None:
-                    job.disk.result()
-                    job.session.past.align(job.ask.prompt)
-                job.disk = None
-                self.sessions.storage.watch(job.session, len(job.ask.prompt))
-                answer = Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell)
+                if session.work is not None:
+                    session.work.result()
+                    session.past.align(job.ask.prompt)
+                session.work, session.state = None, State.ANSWERING
+                self.sessions.beginnings.watch(session, len(job.ask.prompt))
+                answer = Answer(job.ask, session.cache, self.tokenizer, self.ends, job.tell)
                 job.scheduled = self.scheduler.add(answer)
             except Exception as error:
                 self.running.remove(job)
                 self._leave(job, job.failure(error), stay=False)
 
     def _read(self) -> None:
-        """Run a step of the scheduler, and pass each answer its result."""
-        self._keep_room()
+        """Run a step of the scheduler, and pass each answer its result. If the process has next to no memory left, end
+        the answer that began last: small allocations that fail would end the process within libraries."""
+        if not self.sessions.make_room(ROOM_BYTES) and (answered := self._answered):
+            self._end(answered[-1], answered[-1].failure(MemoryError("less than the engine keeps free")))
         jobs = {job.scheduled: job for job in self.running}
         results = self.scheduler.step()
         tokens = sum(len(result.read.ids) for result in results)
-        self.watch.stepped(len(results), tokens)
         self.sessions.released_bytes += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         for result in results:
             job, answer = jobs[result.scheduled], result.scheduled.answer
@@ -398,85 +358,42 @@ class Engine:
             try:
                 complete = result.scheduled.give(result.logits)
             except Exception as error:
-                self._fail(job, job.failure(error))
+                self._end(job, job.failure(error))
             else:
                 if complete:
                     self._end(job, "stop" if answer.reason == "eos" else answer.reason)
-            self._wrote(job, len(answer.tokens) - written, not written)
+            if tokens := len(answer.tokens) - written:
+                now = time.monotonic()
+                self.wrote(tokens, now - job.at, not written)
+                job.at = now
 
-    def _keep_room(self) -> None:
-        """If the process has next to no memory left, evict idle sessions, and end the answer that began last: small
-        allocations that fail would end the process within libraries."""
-        if has_room(ROOM_BYTES):
-            return
-        trim_memory()
-        for session in self.sessions.idle():
-            if has_room(ROOM_BYTES):
-                return
-            self.sessions.park(session)
-        answered = [job for job in self.running if job.answer is not None]
-        if answered and not has_room(ROOM_BYTES):
-            self._fail(answered[-1], answered[-1].failure(MemoryError("less than the engine keeps free")))
-
-    def _wrote(self, job: Job, tokens: int, first: bool) -> None:
-        """Report the new tokens of an answer to the watch."""
-        if tokens:
-            now = time.monotonic()
-            self.watch.wrote(tokens, now - job.at, first)
-            job.at = now
-
-    def _end(self, job: Job, reason: str) -> None:
-        answer = self._halted(job)
-        tokens, fresh = tuple(answer.tokens), len(job.ask.prompt) - answer.known
-        assert job.session is not None
-        cache = job.session.cache
-        try:
-            counts = answer.known, fresh, len(tokens), cache.exact_part, cache.lost_tokens
-            last: Event = Finished(reason, answer.text, tokens, *counts)
-        except MemoryError as error:
-            last = job.failure(error)
-        self._save(job, last)
-
-    def _fail(self, job: Job, error: KvkeepError) -> None:
-        """End a failed job, and restore its session as far as possible."""
-        self._halted(job)
-        self._save(job, error)
-
-    def _halted(self, job: Job) -> Answer:
-        """Remove a job from the running ones, and restore its session to the last complete step."""
+    def _end(self, job: Job, reason: str | KvkeepError) -> None:
+        """End an answer, and restore its session to the last complete step as far as possible. reason: why it ends, or
+        the error that it failed with."""
         answer = job.halt(self.scheduler)
         self.running.remove(job)  # afterwards: a job in neither list would never end
-        return answer
+        self._save(job, reason if isinstance(reason, KvkeepError) else job.finished(answer, reason))
 
     def _save(self, job: Job, last: Event) -> None:
         """Report the last event of a job; of a named session, after its turn is saved."""
         session = job.session
         assert session is not None
         if session.name is None:
-            reusable = isinstance(last, Finished) and len(session.past.ids) >= MIN_PREFIX_TOKENS
             job.end(last)  # first, so that the client does not wait for the store
-            try:
-                if reusable and self.sessions.storage.stores_beginnings(session):
-                    self.sessions.keep(session)
-                else:
-                    self.sessions.leave(session, stay=reusable and can_share(session))
-            except MemoryError:
-                self.sessions.leave(session, stay=False)
+            self.sessions.finish(session, complete=isinstance(last, Finished))
             return
-        job.last = last
+        session.state = State.SAVING
         try:
-            job.disk = self.sessions.storage.save(session)
+            session.work = self.sessions.storage.save(session)
         except MemoryError:
             session.unsaved = "The last turn is not saved: there was not enough memory."
-            job.disk = _DONE
-        self._saving.append(job)
+        self._saving[job] = last
         self._report_saved()
 
     def _report_saved(self) -> None:
-        for job in [job for job in self._saving if not job.disk_busy]:
-            assert job.session is not None and job.last is not None
-            self._saving.remove(job)
-            self._leave(job, job.last, stay=not job.session.followed)
+        for job in [job for job in self._saving if job.session is None or not job.session.working]:
+            followed = job.session is not None and job.session.followed
+            self._leave(job, self._saving.pop(job), stay=not followed)
 
     def _leave(self, job: Job, last: Event, stay: bool) -> None:
         """Mark the session of a job as idle, and report the job's last event, also if memory runs out meanwhile."""

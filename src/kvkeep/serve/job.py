@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,35 +13,11 @@ from typing import Any
 from kvkeep.blocks.folder import BlockName
 from kvkeep.engine.answer import Answer, Ask, TextPiece
 from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
-from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, place_of, ran_out_of_memory
+from kvkeep.errors import KvkeepError, OutOfMemory, place_of, ran_out_of_memory
 from kvkeep.serve.session import Name, OpenSession
+from kvkeep.serve.session_storage import OpenedSession
 
 log = logging.getLogger(__name__)
-
-
-class QueueFull(KvkeepError):
-    """The queue is full; retry later."""
-
-
-class SessionMismatch(UsageError):
-    """A request names another method or budget than its session has."""
-
-
-class PromptTooLong(UsageError):
-    """A prompt leaves no position for an answer."""
-
-    @classmethod
-    def of(cls, tokens: int | str, positions: int) -> PromptTooLong:
-        """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
-        return cls(
-            f"The prompt has {tokens} tokens, but the model's context has {positions}; shorten the prompt to at most "
-            f"{positions - 1} tokens, or, with an exact method, send kvkeep.at_end 'endless' with every request of its "
-            "session."
-        )
-
-
-class EngineStopping(KvkeepError):
-    """The engine is shutting down and accepts no requests."""
 
 
 @dataclass(frozen=True)
@@ -83,40 +58,45 @@ class PendingPrefix:
         return session is not None and session.cache.get_seq_length() >= self.tokens
 
 
+def is_under_way(work: Future[Any] | None) -> bool:
+    """Return whether there is work that is not done."""
+    return work is not None and not work.done()
+
+
 @dataclass(eq=False)
 class Job:
-    """One answer, from request to end. The engine's thread calls ``listener`` with each event; it must not block."""
+    """One answer, from request to end."""
 
     ask: Ask
     listener: Callable[[Event], None]
+    """Called with each event, in the engine's thread; it must not block."""
     name: Name | None
-    cache: Mapping[str, Any]  # KeepCache options of a new session
-    names_cache: bool = False  # whether the request named method or budget
-    owner: str = ""
+    """Owner and name of the session that it continues; None: a new session without a name."""
+    owner: str
+    cache: Mapping[str, Any]
+    """KeepCache options of a new session."""
+    names_cache: bool
+    """Whether a session that exists has to have these options."""
+    opening: Future[OpenedSession] | None = None
+    """The session that is being opened in the store."""
     session: OpenSession | None = None
+    """The session, once it is open."""
+    found: Future[list[BlockName]] | None = None
+    """Stored blocks with which the prompt begins."""
+    waits_for: PendingPrefix | None = None
+    """The job that reads a prefix of this prompt."""
     granted: int = 0
+    """Bytes of memory that it may use."""
     scheduled: ScheduledAnswer | None = None
-    disk: Future[Any] | None = None  # the work on the session in the store
-    found: Future[list[BlockName]] | None = None  # stored blocks with which the prompt begins
-    waits_for: PendingPrefix | None = None  # the job that reads a prefix of this prompt
-    last: Event | None = None  # the last event, reported when the session is saved
-    at: float = field(default_factory=time.monotonic)  # time of the last token, or of the request before the first
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    """The answer in the scheduler."""
+    at: float = field(default_factory=time.monotonic)
+    """The time of the last token, or of the request before the first."""
+    cancelled: bool = False
     _listener_failed: bool = False
 
     def cancel(self) -> None:
         """End the answer at the next token or chunk. Any thread may call this."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the job was cancelled."""
-        return self._cancelled.is_set()
-
-    @property
-    def disk_busy(self) -> bool:
-        """Whether the session is being read from the store or saved."""
-        return self.disk is not None and not self.disk.done()
+        self.cancelled = True
 
     @property
     def answer(self) -> Answer | None:
@@ -145,15 +125,24 @@ class Job:
             with suppress(KvkeepError):  # a session that cannot be restored is reset below
                 scheduler.remove(self.scheduled)
             past.recover(answer.known)
-            if self.session.cache.stream.undone and not self.session.cache.crops:  # entries may be missing
+            undone = self.session.cache.stream.record.take_undone()
+            if undone and not self.session.cache.crops:  # entries may be missing
                 past.cache.reset()
                 self.session.emptied = True
-            self.session.cache.stream.undone = False
         except Exception as error:  # the session then reads its text again
             log.warning("A step could not be undone (%s); its session is empty.", type(error).__name__)
             past.cache.reset()
         past.settle([*self.ask.prompt, *answer.tokens])
         return answer
+
+    def finished(self, answer: Answer, reason: str) -> Event:
+        """Return the last event of an answer; an error if there is no memory for it."""
+        cache, tokens = answer.cache, tuple(answer.tokens)
+        counts = answer.known, len(self.ask.prompt) - answer.known, len(tokens), cache.exact_part, cache.lost_tokens
+        try:
+            return Finished(reason, answer.text, tokens, *counts)
+        except MemoryError as error:
+            return self.failure(error)
 
     def failure(self, error: Exception) -> KvkeepError:
         """Return the error that the client gets for ``error``. Of an unexpected one it has the type only, never the
@@ -188,5 +177,5 @@ class Job:
 
     def end(self, last: Event) -> None:
         """Report the last event, and release session and cache."""
-        self.session = self.scheduled = self.disk = self.waits_for = None
+        self.session = self.scheduled = self.opening = self.waits_for = None
         self.tell(last)

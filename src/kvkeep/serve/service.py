@@ -1,4 +1,4 @@
-"""The options of a server, parsed and checked once, for one process or several."""
+"""The options of a server, parsed and checked once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from fastapi import FastAPI
 
-from kvkeep.blocks.bucket import BucketStore
 from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
+from kvkeep.cache import KeepCache
+from kvkeep.decode.prompt import encode
+from kvkeep.engine.answer import Answer, Ask
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import loading
@@ -20,16 +23,23 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.request import Request
+from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.engine_request import Limits
+from kvkeep.serve.http.events import Limits
 from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.session_pool import SessionPool
+
+WARM_UP_TOKENS = 8
+"""The number of tokens of the prompt and of the answer that are made before the first request."""
 
 
 @dataclass(frozen=True)
 class Service:
     """The options of one process of the server."""
 
+    pool: ClassVar[type[SessionPool]] = SessionPool
+    """What holds its sessions."""
     model: str
     weights: str
     device: str | None
@@ -47,8 +57,6 @@ class Service:
     """Maximum number of older entries that a session of ``endless`` stores; None: no limit."""
     folder: str | None
     """The folder of the store; None: conversations are in memory only."""
-    bucket: str | None
-    """The bucket of the store (``s3://BUCKET/PREFIX``); None: the store is in the folder only."""
     quota: int
     """Maximum bytes of the store's blocks."""
     age: float | None
@@ -61,7 +69,7 @@ class Service:
     """Whether to log a line for each request."""
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
+    def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Self:
         """Parse the options of ``kvkeep serve`` by name. A value is a number or text; None: not set. cache: default
         cache options of a session. Raises UsageError."""
         request, at_end = Request.parse(**cache), given["at_end"]
@@ -87,7 +95,6 @@ class Service:
             endless=at_end is not None,
             capacity=None if given["capacity"] is None else number("capacity", given["capacity"], 1, int),
             folder=None if given["sessions"] is None else str(given["sessions"]),
-            bucket=None if given["bucket"] is None else str(given["bucket"]),
             quota=QUOTA if quota is None else bytes_of(quota, "quota"),
             age=None if age is None else number("age", age, 0) * DAY_S,
             keys=Keys(keys),
@@ -99,28 +106,30 @@ class Service:
             logs=str(logs).lower() == "true",
         )
 
+    @property
+    def place(self) -> str:
+        """Where conversations are stored, for people."""
+        return str(self.folder)
+
     def load(self, progress: Callable[[str], None] | None = None) -> Loaded:
         """Load the model. progress, and what is raised: as in :func:`~kvkeep.models.loading.load`."""
         return loading.load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=progress)
 
-    def engine(self, loaded: Loaded, *, shared: bool) -> Engine:
-        """Return an engine that is not started. shared: several processes share the store. Raises UsageError if it
-        cannot be used."""
-        store = self.store(shared=shared)
+    def engine(self, loaded: Loaded) -> Engine:
+        """Return an engine that is not started. Raises UsageError if the store cannot be used."""
+        store = self.store()
         assert self.memory is not None  # the memory is set by now
         cache = endless_options(self.cache, ModelGeometry.of(loaded.model)) if self.endless else self.cache
-        return Engine(loaded, self.memory, self.waiting, store, self.capacity, **cache)
+        return Engine(loaded, self.memory, self.waiting, store, self.capacity, self.pool, **cache)
 
-    def store(self, *, shared: bool) -> Store | None:
+    def store(self) -> Store | None:
         """Return the store, if there is one; create its folder. Raises UsageError if nothing can be stored there."""
         if self.folder is None:
             return None
-        store = Store(self.folder, quota=self.quota, age=self.age, shared=shared)
+        store = Store(self.folder, quota=self.quota, age=self.age)
         try:
             store.create()
             store.check_writable()  # a store that exists may be read-only
-            if self.bucket is not None:
-                store = BucketStore(store.folder, self.bucket, quota=self.quota, age=self.age)
         except SessionUnwritable as error:
             reason = str(getattr(error.__cause__, "strerror", error)).lower()
             raise UsageError(
@@ -134,8 +143,25 @@ class Service:
     ) -> FastAPI:
         """Return the application of a running engine, which warms up. scrape: as in
         :func:`~kvkeep.serve.http.app.application`."""
-        engine.warm_up()
+        warm_up(engine)
         return application(engine, loaded, self.keys, self.limits, self.origins, scrape)
+
+
+def warm_up(engine: Engine) -> None:
+    """Queue a short answer in a cache that is discarded. It does what happens once in a process, such as reading the
+    weights into memory and compiling the chat template. It ends when a request arrives, which then does the rest; an
+    error shows there as well."""
+
+    def answer() -> None:
+        prompt = encode(engine.tokenizer, [{"role": "user", "content": "Hello"}])[-WARM_UP_TOKENS:]
+        cache = KeepCache(engine.model, **engine.cache)
+        engine.arbiter.check(peak_bytes(cache, len(prompt) + WARM_UP_TOKENS))
+        ask, scheduler = Ask(prompt, WARM_UP_TOKENS), Scheduler(engine.model)
+        scheduled = scheduler.add(Answer(ask, cache, engine.tokenizer, engine.ends, lambda _: None))
+        while not (engine.waiting or engine.stopping) and not scheduled.give(scheduler.step()[0].logits):
+            pass
+
+    engine.call(answer)
 
 
 def number(name: str, value: Any, least: float, kind: Callable[[str], Any] = float) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from kvkeep.blocks.beginnings import ENDS
@@ -14,7 +15,6 @@ from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import UsageError
-from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import peak_bytes, restore_bytes, shared_parts
 
 Name = tuple[str, str]
@@ -30,6 +30,23 @@ def check_name(name: Name) -> None:
         raise UsageError(f"{sentence}.") from error
 
 
+class State(Enum):
+    """What happens to a session."""
+
+    PARKED = "parked"
+    """Nothing; its turns are only in the store."""
+    IDLE = "idle"
+    """Nothing; its cache is in memory."""
+    RESTORING = "restoring"
+    """An answer waits until its turns, or the beginning of its prompt, are read from the store."""
+    ANSWERING = "answering"
+    """An answer is in generation."""
+    SAVING = "saving"
+    """Its turn, or the blocks of its text, are being stored."""
+    YIELDING = "yielding"
+    """As :attr:`SAVING`, but that ends early, because an answer waits for its cache."""
+
+
 @dataclass(eq=False)
 class OpenSession:
     """A session in memory."""
@@ -41,14 +58,9 @@ class OpenSession:
     owner: str = ""
     stored: StoredSession | None = None
     """The session in the store; None: it is not saved."""
-    away: bool = False
-    """Whether its turns are only in the store."""
-    busy: bool = False
-    """Whether an answer is in generation, or the store is being read or written."""
-    current: bool = True
-    """Whether no other server can have continued it since it was compared with the store."""
-    wanted: bool = False
-    """Whether an answer waits until its blocks are stored, which then ends early."""
+    state: State = State.IDLE
+    work: Future[None] | None = None
+    """The work in the store that :attr:`state` names."""
     note: str | None = None
     """A note to the client."""
     unsaved: str | None = None
@@ -56,7 +68,7 @@ class OpenSession:
     emptied: bool = False
     """Whether its cache was reset after an error. It then keeps its method, although it has read nothing."""
     followed: bool = False
-    """Whether another program has continued the session."""
+    """Whether another program has continued it in the store, where its turns can be saved no more."""
     used: float = field(default_factory=time.time)
     """The time of last use, in seconds since 1970."""
     _counted: tuple[int, Mapping[int, int]] | None = None
@@ -72,11 +84,31 @@ class OpenSession:
         """The key in the pool. No client can name the key of an unnamed session."""
         return self.name or ("", f"#{id(self)}")
 
+    @property
+    def busy(self) -> bool:
+        """Whether it may not be evicted, nor its cache be taken."""
+        return self.state not in (State.IDLE, State.PARKED)
+
+    @property
+    def storing(self) -> bool:
+        """Whether its turn or its text is being stored."""
+        return self.state in (State.SAVING, State.YIELDING)
+
+    @property
+    def working(self) -> bool:
+        """Whether its work in the store is not done."""
+        return self.work is not None and not self.work.done()
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the store has turns of it."""
+        return self.stored is not None and self.stored.about is not None
+
     def peak_bytes(self, tokens: int, begun: int = 0) -> int:
         """Return the peak bytes of the session until it has read ``tokens`` tokens, including its restore. begun: the
         number of tokens with which it begins from the store."""
         state, entries = 0, begun * self.cache.geometry.full_bytes_per_token
-        if self.away and self.stored is not None:
+        if self.state is State.PARKED and self.stored is not None:
             state, entries = self.stored.bytes
         cache = self.cache
         ends = ENDS * cache.geometry.fixed_bytes(tokens) if cache.stream.moving and self.name is None else 0
@@ -94,20 +126,15 @@ class OpenSession:
         """Bytes of memory of the session."""
         return self.cache.memory().bytes
 
-    def recount(self) -> None:
-        """Discard the count of bytes."""
-        self._counted = None
-
-    def touch(self) -> None:
-        """Update the time of last use."""
-        self.used = time.time()
-        self.recount()
+    def enter(self, state: State) -> None:
+        """Go to ``state``, in which its bytes are counted anew."""
+        self.state, self._counted = state, None
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that the client may see."""
         cache = self.cache
         return {
-            "state": "answering" if self.busy else "parked" if self.away else "idle",
+            "state": (State.ANSWERING if self.busy else self.state).value,
             "tokens": len(self.past.ids),
             "saves": 0 if self.stored is None else self.stored.saves,
             "method": cache.method.name,
@@ -118,27 +145,3 @@ class OpenSession:
             "used": self.used,
             "note": self.unsaved or self.note,
         }
-
-
-@dataclass(frozen=True)
-class OpenedSession:
-    """A session that is open in the store and whose cache does not exist yet."""
-
-    name: Name
-    request: Request
-    """The request for its cache."""
-    stored: StoredSession | None = None
-    """The session in the store, open for writing; None: it is not saved."""
-    away: bool = False
-    """Whether the store has turns that it continues."""
-    note: str | None = None
-
-    def session(self, model: Any) -> OpenSession:
-        """Return the session with an empty cache. If KeepCache raises, close it in the store."""
-        with ExitStack() as on_error:
-            if self.stored is not None:
-                on_error.callback(self.stored.close)
-            with self.stored.naming() if self.away and self.stored is not None else nullcontext():
-                cache = KeepCache(model, request=self.request)
-            on_error.pop_all()
-        return OpenSession(self.name, CachedText(cache), self.name[0], self.stored, self.away, note=self.note)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from kvkeep.blocks.store import Store
 from kvkeep.errors import SessionBusy
 from kvkeep.native.library import trim_memory
-from kvkeep.serve.prefixes import can_share
-from kvkeep.serve.session import Name, OpenedSession, OpenSession
-from kvkeep.serve.session_storage import SessionStorage
+from kvkeep.native.room import has_room
+from kvkeep.serve.arbiter import KINDS, bytes_by_kind, shared_parts
+from kvkeep.serve.job import Job, is_under_way
+from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS, Beginnings, can_share
+from kvkeep.serve.session import Name, OpenSession, State
+from kvkeep.serve.session_storage import OpenedSession, SessionStorage
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +33,18 @@ EVICTION_INTERVAL_S = 60.0
 
 
 class SessionPool:
-    """Sessions by key, the least recently used first."""
+    """Sessions by key, the least recently used first. store: their store, if there is one. wake: called from threads
+    after each piece of work in the store."""
 
-    def __init__(self, model: Any, storage: SessionStorage) -> None:
-        self.model, self.storage = model, storage
+    def __init__(self, model: Any, tokenizer: Any, store: Store | None, wake: Callable[[], None]) -> None:
+        self.storage = SessionStorage(store, model, tokenizer, wake)
+        self.beginnings = Beginnings(model, self.storage)
         self.memory: OrderedDict[Name, OpenSession] = OrderedDict()
         self.parked = 0
         """The number of evicted sessions."""
         self.released_bytes = 0
         """Bytes released since memory was last returned to the system."""
-        self.storing: dict[OpenSession, Future[None]] = {}
-        """Sessions whose blocks are being stored after their answers; they are busy."""
+        self._model = model
         self._interrupted: list[OpenSession] = []
         self._evicted = 0.0
 
@@ -48,64 +53,93 @@ class SessionPool:
         """The numbers of sessions parked, restored and saved so far."""
         return {"parked": self.parked, "restored": self.storage.restored, "saved": self.storage.saved}
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Return the bytes of all caches by kind, those on disk included; shared parts are counted once."""
+        kinds, parts = Counter[str](), dict[int, int]()
+        for session in self.memory.values():
+            kinds.update(bytes_by_kind(session.cache))
+            shared = shared_parts(session.cache)
+            kinds["resident"] -= sum(shared.values())
+            parts |= shared
+        kinds["resident"] += sum(parts.values())
+        return {kind: kinds[kind] for kind in KINDS}
+
     def idle(self) -> list[OpenSession]:
         """Return the sessions that can be evicted, in order: unnamed ones first, because clients cannot request them
         again; then the least recently used; last those with an unsaved turn."""
         idle = [one for one in self.memory.values() if not one.busy]
         return sorted(idle, key=lambda one: (one.unsaved is not None, one.name is not None))
 
-    def adopt(self, opened: OpenedSession) -> OpenSession:
-        """Return an opened session: the one in memory if no other server has continued it, otherwise one with an empty
-        cache, whose turns must be restored. Raises SessionError and the errors of KeepCache."""
+    @property
+    def storing(self) -> list[OpenSession]:
+        """Unnamed sessions whose blocks are being stored after their answers."""
+        return [one for one in self.memory.values() if one.name is None and one.storing]
 
-        def session() -> OpenSession:
-            return self._still_in_memory(opened) or opened.session(self.model)
-
-        found = self.memory[opened.name] = self.storage.naming_session(opened.name, session)
-        found.current = True
-        return found
-
-    def _still_in_memory(self, opened: OpenedSession) -> OpenSession | None:
-        session = self.memory.get(opened.name)
-        if session is None:
+    def named(self, job: Job) -> OpenSession | None:
+        """Return the session of a job's name; None while it is being opened. Raises SessionError and the errors of
+        KeepCache."""
+        assert job.name is not None
+        if job.opening is None:
+            if (known := self.get(job.name)) is not None:
+                return known
+            job.opening = self.storage.open(job.name, job.cache)
+        if is_under_way(job.opening):
             return None
-        if session.stored is not None and opened.stored is not None and opened.stored.mark == session.stored.mark:
-            session.stored = opened.stored
-            return session
-        self.park(session)
-        return None
+        opening, job.opening = job.opening, None
+        return self.adopt(opening.result())
 
-    def touch(self, session: OpenSession) -> None:
-        """Mark a session as answering."""
-        session.busy = True
+    def get(self, name: Name) -> OpenSession | None:
+        """Return the session in memory that can be continued; None if it has to be opened first."""
+        return self.memory.get(name)
+
+    def adopt(self, opened: OpenedSession) -> OpenSession:
+        """Return an opened session, with an empty cache, whose turns must be restored. Raises SessionError and the
+        errors of KeepCache."""
+        made = self.memory[opened.name] = self.storage.naming_session(opened.name, lambda: opened.session(self._model))
+        return made
+
+    def begin(self, session: OpenSession, work: Future[None] | None) -> None:
+        """Mark a session as answering, after ``work`` in the store if there is some."""
+        session.work = work
+        session.enter(State.ANSWERING if work is None else State.RESTORING)
         self.memory[session.key] = session
         self.use(session)
 
     def use(self, session: OpenSession) -> None:
         """Mark a session as the most recently used."""
-        session.touch()
+        session.used = time.time()
         if session.key in self.memory:
             self.memory.move_to_end(session.key)
 
     def leave(self, session: OpenSession, stay: bool = True) -> None:
-        """Mark a session as idle; remove it if it has read nothing, unless it had before an error."""
-        stay = stay and (session.away or session.emptied or session.past.cache.get_seq_length() > 0)
-        session.busy = session.wanted = False
-        session.current = session.stored is None or not self.storage.shared
-        session.recount()
-        if not stay:
+        """Mark a session as idle; remove it if it has read nothing, unless it has turns in the store or had read
+        something before an error."""
+        empty, session.work = not session.cache.get_seq_length(), None
+        session.enter(State.PARKED if empty and session.has_turns else State.IDLE)
+        if not stay or (empty and not session.has_turns and not session.emptied):
             self.park(session)
+
+    def finish(self, session: OpenSession, complete: bool) -> None:
+        """Store the text of a session without a name whose answer has ended, or mark it as idle. complete: whether no
+        error ended the answer; otherwise the text is of no use."""
+        reusable = complete and len(session.past.ids) >= MIN_PREFIX_TOKENS
+        try:
+            if reusable and self.beginnings.stored(session):
+                self.keep(session)
+            else:
+                self.leave(session, stay=reusable and can_share(session))
+        except MemoryError:
+            self.leave(session, stay=False)
 
     def keep(self, session: OpenSession) -> None:
         """Store the blocks of a session whose answer has ended (:meth:`leave_stored`)."""
-        session.busy = True
-        self.storing[session] = self.storage.keep(session)
+        session.enter(State.SAVING)
+        session.work = self.beginnings.keep(session)
 
     def leave_stored(self) -> None:
         """Mark the sessions as idle whose blocks are stored. One that can share no prefix in memory is removed."""
-        for session in [one for one, future in self.storing.items() if future.done()]:
-            del self.storing[session]
-            if session.wanted:
+        for session in [one for one in self.storing if not one.working]:
+            if session.state is State.YIELDING:
                 self._interrupted.append(session)
             self.leave(session, stay=can_share(session))
 
@@ -124,12 +158,12 @@ class SessionPool:
             self.storage.write(session)
             if session.unsaved is not None:
                 log.warning("A session is evicted without its last turn.")
-                if session.stored is not None and session.stored.about is not None:  # otherwise it is forgotten
+                if session.has_turns:  # otherwise it is forgotten
                     note = f"{session.unsaved} It was lost when the session was evicted from memory."
                     self.storage.lost_turns[session.key] = note
         self.memory.pop(session.key, None)
         if session.stored is not None:  # closed first: no error may leave it locked
-            self.parked += not session.away
+            self.parked += session.state is not State.PARKED
             self.storage.close(session.stored)
         self.released_bytes += session.counted[0]
 
@@ -145,24 +179,12 @@ class SessionPool:
         self.park(session)
         return True
 
-    def facts(self, owner: str, name: str | None = None, marks: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def facts(self, owner: str, name: str | None = None) -> dict[str, Any]:
         """Return the facts that clients may see about the owner's sessions in memory, or one of them, by name, and the
-        notes on evicted ones.
-
-        marks: the marks of the stored sessions, if other servers also use the store. Then a session in memory counts
-        only if this server has saved it last, and is evicted if it is not stored any more.
-        """
-        sessions = {key[1]: one for key, one in self.memory.items() if key[0] == owner and name in (None, key[1])}
-        if marks is not None:
-            for key, one in [*sessions.items()]:
-                if one.busy or one.unsaved is not None or one.stored is None:
-                    continue
-                if one.stored.mark != marks.get(key):
-                    del sessions[key]
-                    if key not in marks:
-                        self.park(one)
+        notes on evicted ones."""
         lost = {key[1]: {"note": note} for key, note in [*self.storage.lost_turns.items()] if key[0] == owner}
-        return lost | {key: one.facts() for key, one in sessions.items()}
+        opened = ((key[1], one) for key, one in self.memory.items() if key[0] == owner and name in (None, key[1]))
+        return lost | {key: one.facts() for key, one in opened}
 
     def evict(self) -> None:
         """Enforce the store's quota and age once in :data:`EVICTION_INTERVAL_S`. Idle sessions over the age make
@@ -175,6 +197,17 @@ class SessionPool:
             if session.stored is not None and time.time() - session.used > (store.age or 0):
                 self.park(session)
         self.storage.evict()
+
+    def make_room(self, wanted: int) -> bool:
+        """Evict idle sessions until the process can get ``wanted`` more bytes; return whether it can."""
+        if has_room(wanted):
+            return True
+        trim_memory()
+        for session in self.idle():
+            if has_room(wanted):
+                return True
+            self.park(session)
+        return has_room(wanted)
 
     def trim_memory(self) -> None:
         """Return released memory to the system from time to time. Parts in use lie between it, so the process would

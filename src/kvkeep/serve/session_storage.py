@@ -1,31 +1,24 @@
-"""What a server keeps in its store (:mod:`kvkeep.blocks`): named sessions, and the beginnings of all conversations.
+"""The named sessions of a server in its store (:mod:`kvkeep.blocks`).
 
-A named session is open for writing while it is in memory, and each turn is saved when its answer ends. If several
-servers share the store, any of them can continue a session: a session in memory is compared with the stored one before
-it is used, and the turn of a session that another server has continued is not saved. After an answer of a session
-without a name, its blocks are stored, and a prompt begins with the stored blocks of its owner.
-
-One thread saves, opens and restores sessions and stores blocks, in order; a second one reads beginnings, so that a
-prompt does not wait for another session's save. An error of the store affects only the session, never the engine.
-Methods that return a Future queue their work; the others work in the calling thread.
+A named session is open for writing while it is in memory, and each turn is saved when its answer ends. An error of the
+store affects only the session, never the engine. Methods that return a Future queue their work; the others work in the
+calling thread. One thread opens, restores and saves sessions, and stores texts, in order; a second one reads the
+beginnings of prompts (:class:`~kvkeep.serve.prefixes.Beginnings`), which so do not wait for another session's save.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvkeep.blocks import beginnings
-from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.header import check_version
 from kvkeep.blocks.sessions import Session, StoredSession, check_savable
-from kvkeep.blocks.store import LOCAL, Store
+from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import (
@@ -35,19 +28,102 @@ from kvkeep.errors import (
     SessionError,
     SessionUnwritable,
     SessionVersion,
-    place_of,
+    UsageError,
     ran_out_of_memory,
 )
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
 from kvkeep.policies.request import Request
-from kvkeep.serve.prefixes import MIN_PREFIX_TOKENS
-from kvkeep.serve.session import Name, OpenedSession, OpenSession
+from kvkeep.serve.session import Name, OpenSession, State
+from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class StoreThread:
+    """A thread that does pieces of work in order. Work that it cannot take, because it does not run or memory is short,
+    is done at once. wake: called after each piece. runs: whether the thread is started."""
+
+    def __init__(self, name: str, wake: Callable[[], None], runs: bool) -> None:
+        self._thread = ThreadPoolExecutor(1, f"kvkeep-store-{name}") if runs else None
+        self._wake, self._futures = wake, list[Future[Any]]()
+        if runs:
+            self.run(begin_thread).result()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work."""
+        return not all(future.done() for future in self._futures)
+
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Do a piece of work."""
+        if self._thread is None:
+            return done(work)
+        try:
+            future = self._thread.submit(work)
+        except (MemoryError, RuntimeError):  # its thread cannot be started
+            return done(work)
+        self._futures = [*filter(lambda one: not one.done(), self._futures), future]
+        future.add_done_callback(lambda _: self._wake())  # after completion, so that the waking thread finds it done
+        return future
+
+    def close(self) -> None:
+        """Finish the work."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._thread = None
+
+
+def check_capacity(cache: KeepCache, capacity: int, store: Store | None) -> None:
+    """Raise UsageError if the store's quota does not keep a session of ``endless``, with ``capacity`` older entries and
+    a cache like this."""
+    if store is None:
+        return
+    newest = (cache.entries or 0) + cache.stream.chunk + 2 * BLOCK  # with the first and the last block
+    blocks, state = (count * cache.geometry.full_bytes_per_token for count in (capacity, newest))
+    if not store.blocks.fitting(1, blocks, state):
+        raise UsageError(
+            f"The store's quota is {size(store.blocks.quota or 0)}, which does not keep a session of "
+            f"{capacity:,} older entries, {size(blocks + state)}; raise --quota, or lower --capacity."
+        )
+
+
+def done(work: Callable[[], T]) -> Future[T]:
+    """Do a piece of work now."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+@dataclass(frozen=True)
+class OpenedSession:
+    """A session that is open in the store and whose cache does not exist yet."""
+
+    name: Name
+    request: Request
+    """The request for its cache."""
+    stored: StoredSession | None = None
+    """The session in the store, open for writing; None: it is not saved."""
+    continues: bool = False
+    """Whether the store has turns that it continues."""
+    note: str | None = None
+
+    def session(self, model: Any) -> OpenSession:
+        """Return the session with an empty cache. If KeepCache raises, close it in the store."""
+        with ExitStack() as on_error:
+            if self.stored is not None:
+                on_error.callback(self.stored.close)
+            with self.stored.naming() if self.continues and self.stored is not None else nullcontext():
+                cache = KeepCache(model, request=self.request)
+            on_error.pop_all()
+        state = State.PARKED if self.continues else State.IDLE
+        return OpenSession(self.name, CachedText(cache), self.name[0], self.stored, state, note=self.note)
 
 
 class SessionStorage:
@@ -55,7 +131,7 @@ class SessionStorage:
     is saved. wake: called from the threads after each piece of work."""
 
     def __init__(self, store: Store | None, model: Any, tokenizer: Any, wake: Callable[[], None]) -> None:
-        self.model, self.wake = model, wake
+        self.model = model
         self.refusal: str | None = None
         """The reason why sessions of this model cannot be saved."""
         if store is not None:
@@ -64,8 +140,6 @@ class SessionStorage:
             except SessionError as error:
                 store, self.refusal = None, str(error)
         self.store = store
-        self.ending = False
-        """Whether storing ends early, because the server has to end."""
         self.restored = self.saved = 0
         self.lost_turns: dict[Name, str] = {}
         """Notes on sessions that were evicted from memory without their last turn."""
@@ -73,67 +147,46 @@ class SessionStorage:
         if store is not None:
             self._tokenizer = fingerprint.fingerprint_of_tokenizer(tokenizer)
             fingerprint.fix(model)
-        self._writer, self._reader = (
-            None if store is None else ThreadPoolExecutor(1, f"kvkeep-store-{name}") for name in ("writer", "reader")
-        )
-        for thread in (self._writer, self._reader):
-            if thread is not None:
-                thread.submit(begin_thread).result()
-        self._futures: list[Future[Any]] = []
-        self._close_lock = threading.Lock()
-        self._problem: str | None = None  # why blocks were not stored last time
-
-    @property
-    def shared(self) -> bool:
-        """Whether other servers also use the store."""
-        return self.store is not None and self.store.shared
+        self.writer, self.reader = (StoreThread(name, wake, store is not None) for name in ("writer", "reader"))
 
     @property
     def busy(self) -> bool:
         """Whether the store is being read or written."""
-        return not all(future.done() for future in self._futures)
-
-    # -- named sessions -------------------------------------------------------------------------------
+        return self.writer.busy or self.reader.busy
 
     def open(self, name: Name, options: Mapping[str, Any]) -> Future[OpenedSession]:
         """Open a session. options: KeepCache options of a new session. The future raises SessionError, and the errors
         of KeepCache."""
-        return self._write(lambda: self.naming_session(name, lambda: self._open(name, options)))
+        return self.writer.run(lambda: self.naming_session(name, lambda: self._open(name, options)))
 
     def restore(self, session: OpenSession) -> Future[None]:
         """Read a session's turns into memory that was granted."""
         assert session.name is not None
         name = session.name
-        made = _done(lambda: KeepCache(self.model, request=session.cache.request))  # its cache may be read meanwhile
-        return self._write(lambda: self.naming_session(name, lambda: self._restore(session, made.result())))
+        made = done(lambda: KeepCache(self.model, request=session.cache.request))  # its cache may be read meanwhile
+        return self.writer.run(lambda: self.naming_session(name, lambda: self._restore(session, made.result())))
 
     def save(self, session: OpenSession) -> Future[None]:
         """Save a session's last turn; on failure, the session gets a note with the reason."""
-        return self._write(lambda: self.write(session))
+        return self.writer.run(lambda: self.write(session))
 
     def evict(self) -> None:
         """Remove blocks over the quota, and unused sessions and blocks over the age."""
-        self._write(self._evict)
+        self.writer.run(self._evict)
 
     def shutdown(self) -> None:
         """Finish the queued work; later work runs at once."""
-        for thread in (self._writer, self._reader):
-            if thread is not None:
-                thread.shutdown()
-        self._writer = self._reader = None
+        for thread in (self.writer, self.reader):
+            thread.close()
         fingerprint.release(self.model)
 
     def write(self, session: OpenSession) -> None:
-        """Save a session's last turn now."""
-        cache, stored = session.cache, session.stored
-        if self.store is None:
-            return
-        if not cache.get_seq_length():  # the whole turn was undone: the session continues from the previous one
-            session.away = stored is not None and stored.about is not None
+        """Save a session's last turn now. If the whole turn was undone, the session continues from the previous one."""
+        if self.store is None or not session.cache.get_seq_length():
             return
         try:
-            stored = session.stored = self._create(session) if stored is None else stored
-            renewed = stored.save(Session(cache, [session.past.ids], tokenizer=self._tokenizer))
+            stored = session.stored = session.stored or self._create(session)
+            renewed = stored.save(Session(session.cache, [session.past.ids], tokenizer=self._tokenizer))
         except Exception as error:
             assert session.name is not None
             session.followed = isinstance(error, SessionBusy)
@@ -152,8 +205,7 @@ class SessionStorage:
     def close(self, stored: StoredSession) -> None:
         """Close a session if it is open."""
         try:
-            with self._close_lock:
-                stored.close()
+            stored.close()
         except OSError as error:
             log.warning("A session cannot be closed: %s", error)
 
@@ -164,66 +216,7 @@ class SessionStorage:
         except SessionError as error:
             raise type(error)(self._without_path(name, error)) from error
 
-    # -- beginnings -----------------------------------------------------------------------------------
-
-    def find(self, session: OpenSession, prompt: Sequence[int], known: int) -> Future[list[BlockName]] | None:
-        """Find the stored blocks with which an empty session can begin ``prompt``. Return None if they cannot be
-        worth it beside the ``known`` tokens that it can get from memory."""
-        least = known + BLOCK if known else MIN_PREFIX_TOKENS
-        if least >= len(prompt) or not self.stores_beginnings(session):
-            return None
-        assert self.store is not None
-        folder, space, cache = self.store.blocks, _space(session), session.cache
-
-        def found() -> list[BlockName]:
-            return beginnings.find(folder, space, cache, prompt)
-
-        return self._read(lambda: self._trying("are not used", found) or [])
-
-    def begin(self, session: OpenSession, blocks: Sequence[BlockName], prompt: Sequence[int]) -> Future[None]:
-        """Begin an empty session, whose memory was granted, with stored blocks."""
-        assert self.store is not None
-        folder = self.store.blocks
-        cache = KeepCache(self.model, request=session.cache.request)  # the session's own may be read meanwhile
-
-        def begun() -> None:
-            if count := beginnings.begin(folder, cache, blocks, prompt):
-                session.past = CachedText(cache, prompt[:count])
-
-        return self._read(lambda: self._trying("are not used", begun))
-
-    def keep(self, session: OpenSession) -> Future[None]:
-        """Store the whole blocks of a session's text; end early when ``session.wanted`` or
-        :attr:`ending` is set."""
-        return self._write(lambda: self._trying("are not stored", lambda: self._keep(session)))
-
-    def watch(self, session: OpenSession, prompt: int) -> None:
-        """Prepare a session without a name, which reads a prompt of so many tokens next, for :meth:`keep`."""
-        if session.name is None and self.store is not None:
-            beginnings.watch(session.cache, session.cache.get_seq_length(), prompt - 1)
-
-    def stores_beginnings(self, session: OpenSession) -> bool:
-        """Return whether the beginnings of sessions of this kind are stored."""
-        return self.store is not None and beginnings.begins(session.cache)
-
-    # -- in the threads -------------------------------------------------------------------------------
-
-    def _write(self, work: Callable[[], T]) -> Future[T]:
-        return self._queue(self._writer, work)
-
-    def _read(self, work: Callable[[], T]) -> Future[T]:
-        return self._queue(self._reader, work)
-
-    def _queue(self, thread: ThreadPoolExecutor | None, work: Callable[[], T]) -> Future[T]:
-        if thread is None:
-            return _done(work)
-        try:
-            future = thread.submit(work)
-        except (MemoryError, RuntimeError):  # its thread cannot be started
-            return _done(work)
-        self._futures = [*filter(lambda one: not one.done(), self._futures), future]
-        future.add_done_callback(lambda _: self.wake())  # after completion, so that the waking thread finds it done
-        return future
+    # -- in the thread --------------------------------------------------------------------------------
 
     def _open(self, name: Name, options: Mapping[str, Any]) -> OpenedSession:
         """Return the session of this name; it is new if it can neither be opened nor created now."""
@@ -241,25 +234,25 @@ class SessionStorage:
         with ExitStack() as on_error:
             stored, note = self._stored(name)
             on_error.callback(lambda: stored.close())
-            away = stored.about is not None
-            if away:
+            continues = stored.about is not None
+            if continues:
                 try:
                     request = stored.request(self.model, self._tokenizer)
                 except SessionDamaged as error:
                     stored.close()
-                    note, away = self._set_aside(name, error), False
+                    note, continues = self._set_aside(name, error), False
                     stored, _ = self._stored(name)
                 except SessionVersion:
                     raise
                 except SessionError as error:
-                    note, away = self._read_anew(name, error), False
-            if away and len(stored.about["ids"]) > 1:  # type: ignore[index]
+                    note, continues = self._read_anew(name, error), False
+            if continues and (texts := len(stored.about["ids"])) > 1:  # type: ignore[index]
                 raise SessionError(
-                    f"The session '{name[1]}' holds {len(stored.about['ids'])} texts, and the server continues "  # type: ignore[index]
-                    "sessions of one text only; use another name."
+                    f"The session '{name[1]}' holds {texts} texts, and the server continues sessions of one text only; "
+                    "use another name."
                 )
             on_error.pop_all()
-            return OpenedSession(name, request, stored, away, note)
+            return OpenedSession(name, request, stored, continues, note)
 
     def _stored(self, name: Name) -> tuple[StoredSession, str | None]:
         """Return a stored session, open for writing if the disk allows it, and a note if it replaced a damaged one."""
@@ -293,7 +286,7 @@ class SessionStorage:
         return f"Its text was read anew: {self._without_path(name, error)}"
 
     def _create(self, session: OpenSession) -> StoredSession:
-        """Create a stored session for one that began without it."""
+        """Create a stored session for one that began without it. Raises SessionError if there is one by now."""
         assert self.store is not None and session.name is not None
         stored = StoredSession(self.store, "/".join(session.name), writing=True)
         if stored.about is None:
@@ -301,13 +294,11 @@ class SessionStorage:
         stored.close()
         with stored.naming("saved"):
             check_version(stored.about)
-        raise SessionBusy(
-            f"Another program has created the session '{session.name[1]}' in the meantime; use another name."
-        )
+        raise SessionBusy(f"The store has another session '{session.name[1]}'; use another name.")
 
     def _restore(self, session: OpenSession, cache: KeepCache) -> None:
         assert session.name is not None and session.stored is not None and session.stored.about is not None
-        session.away, saved = False, len(session.stored.about["ids"][0])
+        saved = len(session.stored.about["ids"][0])
         try:
             loaded = session.stored.load(self.model, self._tokenizer, cache)
         except SessionDamaged as error:
@@ -325,29 +316,6 @@ class SessionStorage:
             if len(session.past.ids) < saved:  # the log has the reason
                 session.note = "A part of its text was missing or damaged in the store, and was read again."
 
-    def _keep(self, session: OpenSession) -> None:
-        assert self.store is not None
-        self.store.create()
-        ids = session.past.ids
-
-        def stop() -> bool:
-            return session.wanted or self.ending
-
-        beginnings.keep(self.store.blocks, _space(session), session.cache, ids, stop)
-
-    def _trying(self, what: str, work: Callable[[], T]) -> T | None:
-        """Return the result of ``work``; if it raises, write a reason to the log that is not there yet, and return
-        None: the text is read again."""
-        try:
-            found = work()
-        except Exception as error:
-            problem = str(error) if isinstance(error, KvkeepError) else place_of(error)
-            if problem != self._problem:
-                log.warning("Beginnings %s: %s", what, problem)
-            self._problem = problem
-            return None
-        return found
-
     def _evict(self) -> None:
         assert self.store is not None
         try:
@@ -364,18 +332,3 @@ class SessionStorage:
             message = message.replace(path, name[1])
         folder = str(self.store.folder)
         return message.replace(f"{folder}{os.sep}", "").replace(f"'{folder}'", f"'{name[1]}'")
-
-
-def _space(session: OpenSession) -> str:
-    """Return the namespace of a session's blocks: that of its owner."""
-    return session.owner or LOCAL
-
-
-def _done(work: Callable[[], T]) -> Future[T]:
-    """Run ``work`` now."""
-    future: Future[T] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
-    return future

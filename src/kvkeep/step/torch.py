@@ -23,7 +23,8 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts."""
     append, evict, ranks = step.append, step.evict, step.ranks
-    lane = torch.arange(len(append.keys), device=append.keys.device)
+    own_keys, own_values = append.keys.flatten(0, -3), append.values.flatten(0, -3)
+    lane = torch.arange(len(own_keys), device=own_keys.device)
     row: Tensor | int = append.row
     if ranks is not None:
         assert append.slots is not None
@@ -36,11 +37,11 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     place = lane, row
     beside = ("slots", "scores", "extra", "newest")
     if evict is not None:
-        evict.keys[:, evict.row], evict.values[:, evict.row] = append.keys[place], append.values[place]
+        evict.keys[..., evict.row, :], evict.values[..., evict.row, :] = own_keys[place], own_values[place]
         for name in beside:
             if (target := getattr(evict, name)) is not None:
                 target[:, 0] = getattr(append, name)[place]
-    append.keys[place], append.values[place] = keys, values
+    own_keys[place], own_values[place] = keys, values
     fresh = (step.slot, 0.0 if step.new_scores is None else step.new_scores, 0.0, 0)
     for name, new in zip(beside, fresh, strict=True):
         if (target := getattr(append, name)) is not None:
@@ -58,9 +59,9 @@ def run(
     """
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
-        lanes = slice(step.first_lane, step.first_lane + len(step.append.keys))
-        insert(step, key[0, lanes, token], value[0, lanes, token])
-        grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes, :, None]
+        lanes_here = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
+        insert(step, key[0, lanes_here, token], value[0, lanes_here, token])
+        grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes_here, :, None]
         segments = step.segments()
         if step.reduce:
             assert step.received is not None
@@ -68,7 +69,7 @@ def run(
             torch.cat(received, 1, out=step.received)
         else:
             found = combined(grouped, segments, scaling)[0].to(query.dtype)
-        output[0, token].unflatten(0, (key.shape[1], -1))[lanes] = found.flatten(1, 2)
+        output[0, token].unflatten(0, (key.shape[1], -1))[lanes_here] = found.flatten(1, 2)
     return output
 
 

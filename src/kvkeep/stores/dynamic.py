@@ -13,7 +13,7 @@ from kvkeep.contracts.entries import Beginning, EntryState
 from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.memory.shared_rows import SharedRows
-from kvkeep.step.plan import Destination, LayerStep, Span
+from kvkeep.step.plan import Destination, FullPages, LayerStep, Span
 
 
 def holding_of(layer: Any) -> Any:
@@ -76,7 +76,7 @@ class DynamicLayer(CacheLayerMixin):
         self.is_initialized = False  # transformers' constructor also sets keys and values
         self.in_pieces = pieces
         self._keys, self._values = (SharedRows(BLOCK, pieces) for _ in range(2))
-        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # valid for these buffers
+        self._full = FullPages()
 
     @property
     def keys(self) -> Tensor | None:
@@ -95,7 +95,7 @@ class DynamicLayer(CacheLayerMixin):
     def beginning(self, length: int) -> Beginning:
         """Return the first ``length`` entries, (batch, kv_heads, n, dim). Those that are :meth:`shareable` never change
         from now on, so that another layer may hold them, too."""
-        self._next, both = None, (self._keys, self._values)  # the step refers to outgrown buffers
+        both = self._keys, self._values
         return Beginning.of([rows.freeze(length) for rows in both], both, length)
 
     def pieces(self) -> list[tuple[Tensor, Tensor]]:
@@ -118,7 +118,7 @@ class DynamicLayer(CacheLayerMixin):
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take new entries, (batch, kv_heads, new, dim)."""
-        self.is_initialized, self._next = True, None  # it refers to outgrown buffers
+        self.is_initialized = True
         self._keys.append(key_states)
         self._values.append(value_states)
 
@@ -128,15 +128,9 @@ class DynamicLayer(CacheLayerMixin):
         row, keys, values = self._keys.tail.length, self._keys.tail.data, self._values.tail.data
         if keys is None or values is None or len(keys) > 1 or row == keys.shape[2]:
             return None
-        if self._next is None or self._next[0][0] is not keys or self._next[0][1] is not values:
-            step = LayerStep(Destination(keys[0], values[0]))
-            blocks = zip(self._keys.head, self._values.head, strict=True)
-            tail = Span(step.append.keys, step.append.values, 0, 0)
-            step.attend = [*(Span(key[0], value[0], 0, key.shape[2]) for key, value in blocks), tail]
-            self._next = (keys, values), step
-        step = self._next[1]
-        step.append.row, step.slot, step.attend[-1].stop = row, self._keys.length, row + 1
-        return step
+        last, full = Span(keys, values, 0, row + 1), self._full.span(self._keys.head, self._values.head)
+        spans = [last] if full is None else [full, last]
+        return LayerStep(Destination(keys, values, row), self._keys.length, attend=spans)
 
     def commit(self) -> None:
         """Note that the step of :meth:`plan` has run."""
@@ -156,12 +150,10 @@ class DynamicLayer(CacheLayerMixin):
         self.truncate(self._keys.length - abs(tokens_to_remove))
 
     def truncate(self, length: int) -> None:
-        self._next = None
         for rows in (self._keys, self._values):
             rows.truncate(max(0, length))
 
     def select(self, index: Tensor) -> None:
-        self._next = None
         for rows in (self._keys, self._values):
             rows.select(index)
 

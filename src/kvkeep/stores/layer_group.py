@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.selector import Candidates
-from kvkeep.step.plan import LayerStep
+from kvkeep.step.plan import Destination, LayerStep
 from kvkeep.stores.resident.selected import Selected
 
 
@@ -30,9 +30,8 @@ class LayerGroup:
         scores = [None] * len(slots) if self.scores is None else self.scores.split(self._lanes)
         self._views = list(zip(slots, scores, strict=True))
         for bank, (own_slots, own_scores) in zip(self.banks, self._views, strict=True):
-            bank.slots, bank.scores = own_slots, own_scores
+            bank.move_beside(own_slots, own_scores)
         self._received: Tensor | None = None
-        self._steps: Sequence[LayerStep] = ()
 
     def holds(self, residents: Sequence[Selected]) -> bool:
         """Return whether ``residents`` are those of this group, and their banks still are views of its tensors."""
@@ -44,8 +43,8 @@ class LayerGroup:
             for one, other, (slots, scores) in zip(residents, self.residents, self._views, strict=True)
         )
 
-    def plan(self, steps: Sequence[LayerStep]) -> None:
-        """Write into each layer's step the ranks that choose the evicted entry, and request the attention that entries
+    def plan(self, steps: Sequence[LayerStep]) -> list[LayerStep]:
+        """Return each layer's step with the ranks that choose the evicted entry, and with the attention that entries
         receive."""
         bank, one = self.banks[0], self.residents[0]
         ranks: Sequence[Tensor | None] = [None] * len(steps)
@@ -59,18 +58,27 @@ class LayerGroup:
             self._received = torch.empty(len(self.slots), steps[0].entries, device=self.slots.device)
             received = self._received.split(self._lanes)
         oldest = self.selector.may_tie or one.ranking.scored
-        self._steps = steps
-        for step, (slots, scores), by, weights in zip(steps, self._views, ranks, received, strict=True):
-            step.append.slots, step.append.scores = slots, scores
-            step.ranks, step.oldest, step.received = by, oldest, weights
-            step.reduce = "" if weights is None else self.selector.reduce
+        reduce = "" if self._received is None else self.selector.reduce
+        return [
+            LayerStep(
+                Destination(one.append.keys, one.append.values, one.append.row, slots, scores),
+                one.slot,
+                by,
+                oldest,
+                None,
+                one.evict,
+                one.attend,
+                one.seen,
+                reduce,
+                weights,
+            )
+            for one, (slots, scores), by, weights in zip(steps, self._views, ranks, received, strict=True)
+        ]
 
     def finish(self, completed: bool) -> None:
         """Score the entries by the attention that they received. completed: the steps have run in all layers; otherwise
         nothing is scored."""
         received, self._received = self._received, None
-        for step in self._steps:
-            step.ranks = step.received = step.append.slots = step.append.scores = None
         if completed and received is not None and self.scores is not None:
             used = self.banks[0].used
             entries = self._candidates(used, self.residents[0].length)

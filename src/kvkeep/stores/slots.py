@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvkeep.contracts.entries import EntryState
+from kvkeep.memory.ledger import Ledger
+
 
 def compact(wanted: Tensor) -> Tensor:
     """Return the slots marked in ``wanted`` (lanes, slots) bool: (lanes, n), where n is the largest number of any lane,
@@ -29,3 +32,12 @@ def codes_of(lanes: int, length: int, places: Iterable[tuple[Tensor, int]]) -> T
         index = slots.cpu().long()
         codes.scatter_(1, index.masked_fill((index < 0) | (index > length), length), int(code))
     return codes[:, :length]
+
+
+def merged_states(ledger: Ledger, lanes: int, length: int) -> Tensor:
+    """Return codes (lanes, ``length``): merged, and for padding dropped."""
+    codes = torch.full((lanes, length), EntryState.MERGED, dtype=torch.int8)
+    if ledger.visible is not None and lanes:
+        real = ledger.visible[:, :length].repeat_interleave(lanes // ledger.batch, 0).cpu()
+        codes[:, : real.shape[1]].masked_fill_(~real, EntryState.DROPPED)
+    return codes

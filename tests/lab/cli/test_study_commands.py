@@ -149,6 +149,19 @@ def test_compare_prints_a_row_for_each_method_and_budget(call: Run) -> None:
     assert rows["kv-direct", "16"]["match"] == 1.0 and "larger budget" in rows["static", "16"]["error"]
 
 
+def test_a_selector_in_a_file_is_compared(call: Run, tmp_path: Path, registered: None) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\nimport kvkeep\n\n@dataclass(frozen=True)\nclass Mine(kvkeep.Selector):\n"
+        '    leaves, source = "oldest", "here"\n    def rank(self, entries):\n        return entries.slots.float()\n'
+    )
+    rows = answered(call, "compare", "-x", f"{file}:Mine")["rows"]
+    assert "Mine" in {row["method"] for row in rows if not row["error"]}, rows
+    for given, said in ((f"{file}:Yours", "defines no 'Yours'"), (f"{tmp_path}/no.py:Mine", "cannot be used")):
+        code, out, err = call("compare", "-x", given)
+        assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+
+
 def test_json_of_other_commands_has_their_rows(call: Run) -> None:
     turns = answered(call, "longchat")["turns"]
     names = ("stock", "kv-direct", "h2o")
@@ -263,7 +276,7 @@ def test_a_missing_figure_package_is_reported_before_a_model_is_loaded(
     monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
     monkeypatch.setattr("kvkeep_lab.cli.study.load", lambda *given, **options: pytest.fail("a model was loaded"))
     code, out, err = call("compare", "-x", "full", "-o", "compare.png")
-    assert code == 2 and out == "" and "pip install 'kvkeep[lab]'" in err
+    assert code == 2 and out == "" and "pip install ./lab in a clone" in err
 
 
 def test_a_command_that_measures_nothing_fails(call: Run, tmp_path: Path) -> None:

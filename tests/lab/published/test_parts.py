@@ -65,7 +65,7 @@ def test_without_the_lab_its_methods_say_what_to_install() -> None:
         [sys.executable, "-c", WITHOUT, *specs], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     said = [
-        name and f"'{name}' comes with the lab, which is not installed: pip install 'kvkeep[lab]'."
+        name and f"'{name}' comes with the lab, which is not installed: pip install ./lab in a clone of kvkeep."
         for name in specs.values()
     ]
     assert done.stdout.splitlines() == [f"{said} False", f"{said} False", "set()"], done.stderr

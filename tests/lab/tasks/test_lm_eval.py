@@ -92,5 +92,5 @@ def test_few_shot_examples_of_the_test_rows_are_refused() -> None:
 
 def test_a_missing_harness_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkeep_lab.experiment.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs the package 'lm-eval'.*pip install 'kvkeep-lab\[harness\]'"):
+    with pytest.raises(UsageError, match=r"needs the package 'lm-eval'.*pip install './lab\[harness\]'"):
         load_experiment("hellaswag").sources(tmp_path)

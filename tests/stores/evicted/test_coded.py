@@ -6,11 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
+from kvkeep.memory.meter import nbytes
+from kvkeep.step.native import can_join
 from kvkeep.stores.evicted.coded import (
     FINE,
     GROUP,
+    MARGIN,
+    ByChannel,
     CodedKeys,
     CodedValues,
     encode,
@@ -21,6 +26,7 @@ from kvkeep.stores.evicted.coded import (
     pack,
     unpack,
 )
+from kvkeep.stores.evicted.tier_sizes import waiting_bytes, waiting_form
 
 BITS = [2, 4, 8]
 
@@ -119,3 +125,74 @@ def test_sixteen_bits_are_within_half_a_step(spread: float) -> None:
     left = torch.randn(3, 200, generator=torch.Generator().manual_seed(2))
     plain = left.double() @ (codes.double() * FINE)
     torch.testing.assert_close(multiplied(left, codes, 16), plain.float(), atol=1e-2, rtol=1e-5)
+
+
+# -- bounds set in advance ------------------------------------------------------------------------------
+
+
+def numbers(count: int, seed: int = 0) -> Tensor:
+    """Numbers (3 lanes, ``count``, 32) of channels that differ a thousandfold."""
+    scale = torch.logspace(-2, 1, 32)
+    return torch.randn(3, count, 32, generator=torch.Generator().manual_seed(seed)) * scale + 3 * scale
+
+
+def bounded(seen: Tensor, width: int = 2, there: Tensor | None = None) -> ByChannel:
+    return ByChannel.within(seen, there, GROUP, *waiting_form(width))
+
+
+def filled(bounds: ByChannel, entries: Tensor) -> ByChannel:
+    """Codes of some entries."""
+    return ByChannel(bounds.encoded(entries).to(bounds.codes.dtype), bounds.scale, bounds.offset)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("count", [1, 7, 32])
+def test_entries_come_back_within_half_a_step(width: int, count: int) -> None:
+    read, entries = filled(bounded(numbers(64, 1), width), numbers(count)), numbers(count)
+    reach = read.scale.float() * torch.iinfo(read.codes.dtype).max
+    inside = (entries - read.offset).abs() <= reach
+    assert inside.float().mean() > 0.99
+    assert ((read.dense(torch.float32) - entries).abs() <= 0.51 * read.scale.float())[inside].all()
+    assert (read.dense(torch.float32) <= read.offset + 1.001 * reach).all()  # what is beyond is brought to them
+
+
+def test_one_entry_at_hand_still_gives_room() -> None:
+    entries = numbers(GROUP)
+    error = (filled(bounded(numbers(1, 1)), entries).dense(torch.float32) - entries).square().mean().sqrt()
+    assert error < 0.05 * entries.square().mean().sqrt()
+
+
+def test_places_that_are_empty_set_no_bounds() -> None:
+    seen, there = numbers(64, 1), torch.ones(3, 64, dtype=torch.bool)
+    there[:, 40:] = False
+    there[0] = False  # a lane without any
+    spoilt, alone = bounded(seen.masked_fill(~there[..., None], 1e4), there=there), bounded(seen[:, :40])
+    assert torch.equal(spoilt.scale[1:], alone.scale[1:]) and spoilt.scale[0].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_its_bytes_are_those_counted(width: int) -> None:
+    found = bounded(numbers(64), width)
+    assert nbytes(found.codes, found.scale, found.offset) == 3 * 32 * waiting_bytes(width)
+
+
+@pytest.mark.parametrize("count", [1, 7, 20])
+def test_attention_reads_codes_as_the_numbers_they_are(count: int) -> None:
+    """In bfloat16 by the kernel, where there is one, in float32 by products."""
+    generator = torch.Generator().manual_seed(2)
+    codes = [filled(bounded(numbers(64, seed)), numbers(count, seed + 1)) for seed in (1, 3)]
+    plain_keys, plain_values = (torch.randn(3, 1, 45, 32, generator=generator) for _ in range(2))
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        query = torch.randn(3, 2, 1, 32, generator=generator).to(dtype)
+        plain = Segment(plain_keys.to(dtype), plain_values.to(dtype))
+        assert can_join(query, Segment(*codes)) == can_join(query, plain)
+        dense = [part.dense(dtype)[:, None] for part in codes]
+        found, wanted = (attend(query, [plain, Segment(*pair)], 0.05) for pair in (codes, dense))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), atol=bound, rtol=bound)
+
+
+def test_the_margin_is_what_it_says() -> None:
+    seen = numbers(64, 1)
+    reach = bounded(seen, 4).scale * torch.iinfo(torch.int16).max
+    torch.testing.assert_close(reach, (seen.amax(1, keepdim=True) - seen.amin(1, keepdim=True)) * (0.5 + MARGIN))

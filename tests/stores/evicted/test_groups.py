@@ -23,7 +23,7 @@ from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, LayerStep, Segment
-from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, allocated
+from kvkeep.stores.evicted.groups import GROUP, Codec, NewestGroups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
 
@@ -46,11 +46,10 @@ class Plain(Codec):
     room=st.sampled_from([None, 1, 3, 11]),
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=9),
     cut=st.integers(0, 300),
-    back=st.integers(0, 300),
 )
-def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int], cut: int, back: int) -> None:
-    """What is held is the last groups, and what waits; after a rollback, and where some are resident again, less."""
-    groups, total, lanes = Groups(room, Plain()), 0, 3
+def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int], cut: int) -> None:
+    """What is held is the last groups, and what waits; after a rollback, less."""
+    groups, total, lanes = NewestGroups(room, Plain()), 0, 3
     for count in counts:
         slots = torch.arange(total, total + count, dtype=torch.int32).expand(lanes, -1)
         rows = slots[..., None].float()
@@ -61,7 +60,7 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     states = [2 * (slot >= first) if slot < written * GROUP else 1 for slot in range(total)]  # what waits is as it was
     states = [{0: EntryState.DROPPED, 1: EntryState.RESIDENT, 2: EntryState.QUANTISED}[state] for state in states]
 
-    def assert_held(store: Groups, expected: list[int], rows: int) -> None:
+    def assert_held(store: NewestGroups, expected: list[int], rows: int) -> None:
         assert store.states(rows, total).tolist() == [expected] * rows
         for piece in store.pieces(torch.empty(0), NOBODY, total):
             there = piece.slots >= 0
@@ -70,13 +69,13 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
             assert torch.equal(piece.values, -piece.keys)
 
     assert_held(groups, states, lanes)
-    again = Groups(room, Plain())
+    again = NewestGroups(room, Plain())
     again.restore({name: tensor.clone() for name, tensor in groups.state().items()})
+    assert (again.count, again.gaps, again.written, again.holes) == (groups.count, False, written, False)
     groups.truncate(cut, NOBODY)
     assert_held(groups, [state * (slot < cut) for slot, state in enumerate(states)], lanes)
     again.select(torch.tensor([1, 0, 1, 2]))
-    again.forget(torch.full((4, 1), back))
-    assert_held(again, [state * (slot != back) for slot, state in enumerate(states)], 4)
+    assert_held(again, states, 4)
     size = sum(part.shape[1] for part in again.parts[:1])
     assert size == allocated(written, room) and (room is None or size <= room)
 
@@ -108,7 +107,7 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
 def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: list[int], room: int) -> None:
     """Codes, waiting entries and slots are those of entries that are taken with empty places; a step reads them all."""
     random = torch.Generator().manual_seed(seed)
-    one, other = (Groups(room, Quantised(4, Meter())) for _ in range(2))
+    one, other = (NewestGroups(room, Quantised(4, Meter())) for _ in range(2))
     planned = 0
 
     def numbers(*shape: int) -> Tensor:
@@ -123,28 +122,26 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
         entries = left(first, torch.arange(max(first)))
         for store in (one, other):
             store.take(entries, NOBODY)
-    rows = [Destination(numbers(1, 1), numbers(1, 1), 0, torch.zeros(1, 1, dtype=torch.int32)) for _ in range(2)]
     for slot in range(max(first), max(first) + 90):
         evicts = [bool(torch.rand(1, generator=random) < share) for share in (0.9, 0.3)]
         if not any(evicts):
             continue
         fresh = left([int(evict) for evict in evicts], torch.tensor([slot]))
-        for lane, row in enumerate(rows):
-            row.keys[:], row.values[:] = fresh.keys[lane], fresh.values[lane]
-            row.slots = torch.full((1, 1), slot, dtype=torch.int32)
-        steps = [LayerStep(row, slot, first_lane=lane) for lane, row in enumerate(rows)]
-        spans = [one.plan(step, evict) for step, evict in zip(steps, evicts, strict=True)]
+        here = torch.full((1, 1), slot, dtype=torch.int32)
+        rows = [Destination(fresh.keys[lane][None], fresh.values[lane][None], 0, here.clone()) for lane in range(2)]
+        shares = [one.plan(row, lane, evicts[lane]) for lane, row in enumerate(rows)]
         other.take(fresh, NOBODY)
-        if any(found is None for found in spans):
+        if any(found is None for found in shares):
             one.take(fresh, NOBODY)
             continue
         planned += 1
-        for step, evict in zip(steps, evicts, strict=True):
-            assert (step.evict is not None) == evict
-            native.insert(step, numbers(1), numbers(1))
-        one.commit(None)
-        for lane, (step, found) in enumerate(zip(steps, spans, strict=True)):
-            step.attend = found or ()
+        steps = []
+        for lane, (row, share) in enumerate(zip(rows, shares, strict=True)):
+            assert share is not None and (share.evict is not None) == evicts[lane]
+            steps.append(LayerStep(row, slot, evict=share.evict, attend=share.attend, seen=share.seen, first_lane=lane))
+            native.insert(steps[-1], numbers(1), numbers(1))
+        one.commit()
+        for lane, step in enumerate(steps):
             assert_read_alike(step, other, lane)
     assert planned > 50
     for mine, theirs in zip([*one.parts, one.slots], [*other.parts, other.slots], strict=True):
@@ -154,7 +151,7 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
         assert torch.equal(mine[:, : one.count], theirs[:, : one.count])
 
 
-def assert_read_alike(step: LayerStep, store: Groups, lane: int) -> None:
+def assert_read_alike(step: LayerStep, store: NewestGroups, lane: int) -> None:
     """A planned step reads the entries that a store yields for its lane."""
     query, row = torch.linspace(-2, 2, 16).bfloat16().expand(1, 1, 1, 16), step.append
     resident = Segment(row.keys[:, None], row.values[:, None])

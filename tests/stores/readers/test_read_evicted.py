@@ -158,7 +158,7 @@ def test_what_is_lowest_leaves_first() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("fate", ["drop", "kvslimmer", "asymkv"])
+@pytest.mark.parametrize("fate", ["kvslimmer", "asymkv"])
 def test_a_store_learns_every_step_of_one_token(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing has been merged yet, its attention comes with what entries receive, and its output is learnt."""
     torch.manual_seed(0)

@@ -225,7 +225,9 @@ class KeepConnector(KVConnectorBase_V1):
         """Remove all blocks of the namespace, and continue in a new namespace of this process: the weights may have
         changed."""
         if self.planner is not None:
-            self.folder.clear(self.planner.space)
+            for name in self.folder.names():
+                if f"{name.space}/".startswith(f"{self.planner.space}/"):
+                    self.folder.remove(name)
             self.planner.renew(f"{self.planner.space.partition('/')[0]}/since-{os.urandom(8).hex()}")
         return True
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import interruptible, note, print_json, reading, write
+from kvkeep.cli.startup import fetch_model
 from kvkeep.errors import Interrupted, UsageError
 from kvkeep.units import size
 

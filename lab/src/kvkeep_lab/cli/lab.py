@@ -17,6 +17,7 @@ from rich.table import Table
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import KvkeepError, Stopped, UsageError, unknown
+from kvkeep_lab.experiments import check_name
 
 if TYPE_CHECKING:
     from kvkeep_lab.cell import Cell
@@ -41,7 +42,8 @@ app = typer.Typer(
 @app.command("list")
 def list_(json: options.Json = False) -> None:
     """List the experiments that come with the library, what they are made of, and the peers they may name."""
-    from kvkeep_lab.experiment import load_experiment, packaged
+    from kvkeep_lab.experiment import load_experiment
+    from kvkeep_lab.experiments import packaged
     from kvkeep_lab.peers import PEERS
     from kvkeep_lab.studies import STUDIES
     from kvkeep_lab.tasks import TASKS
@@ -84,7 +86,10 @@ def run(
         Path | None, typer.Option("--data", help="Folder with the data: haystack/*.txt, xsum_*.jsonl, ...")
     ] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Use the smallest sizes, to check that everything works.")
+        bool,
+        typer.Option(
+            "--smoke", help="Shrink the grid to its smallest sizes and fewer methods, to check that everything works."
+        ),
     ] = False,
     only: Annotated[
         list[str] | None, typer.Option("--only", "-x", help="Measure only this method; repeat the option for several.")
@@ -120,6 +125,7 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run an experiment. You can stop it at any time: the same command continues with the missing cells."""
+    check_name(experiment)
     try:
         from kvkeep_lab.experiment import Experiment, load_experiment
         from kvkeep_lab.peers.kvpress import PYTHON
@@ -129,7 +135,10 @@ def run(
         if kvpress is not None:
             os.environ[PYTHON] = kvpress  # child processes need it too
         chosen = load_experiment(experiment)
-        chosen = chosen.smoked() if smoke else chosen
+        if smoke:
+            full, chosen = chosen, chosen.smoked()
+            sizes = f"from {len(full.cells(''))} to {len(chosen.cells(''))} cells"
+            note(f"--smoke shrinks '{chosen.name}' {sizes}: fewer methods and budgets, smaller texts.")
         chosen = chosen.with_(models=model) if model else chosen
         if budget and not isinstance(chosen, Experiment):
             raise UsageError(f"Experiment '{chosen.name}' is a study, which has no budgets; leave --budget out.")

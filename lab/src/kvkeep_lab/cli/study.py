@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+import runpy
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +23,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from kvkeep.cli import completion, options
-from kvkeep.cli.fetching import fetch_model
+from kvkeep.cli import options
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import err, loading, note, print_json, write
+from kvkeep.cli.startup import fetch_model
 from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
 from kvkeep.models.loading import load
+from kvkeep.plugins import first_line
+from kvkeep.policies.registry import register
 from kvkeep_lab.cli.console import show
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.page import check_output, write_page
@@ -89,7 +93,7 @@ def _field(field: FieldInfo) -> tuple[Any, Any]:
     default = field.get_default(call_default_factory=True) if flag.default is ... else flag.default
     kind, text = _plain(field.annotation), field.description or ""
     text = f"{text[:1].upper()}{text[1:]}."
-    completes = completion.methods if "-x" in flag.names else None
+    completes = options.complete_methods if "-x" in flag.names else None
     if kind is list:
         shown = ",".join(map(str, default)) if default else False
         help = f"{text} Separate several by commas, or repeat the option."
@@ -127,6 +131,8 @@ def _made(study: type[Study], given: dict[str, Any]) -> Study:
             sizes[name] = flag.default
         elif value is not None:
             sizes[name] = split_list(value, _option(name, field)) if _plain(field.annotation) is list else value
+            if "-x" in flag.names:
+                sizes[name] = [*map(_own_part, sizes[name])] if isinstance(sizes[name], list) else _own_part(value)
     try:
         return study.model_validate(sizes)
     except ValidationError as error:
@@ -136,6 +142,23 @@ def _made(study: type[Study], given: dict[str, Any]) -> Study:
         if isinstance(cause, KvkeepError):
             raise UsageError(f"{option}: {cause}") from None
         raise UsageError(f"{option} '{first['input']}' is not understood: {said[:1].lower()}{said[1:]}.") from None
+
+
+def _own_part(method: str) -> str:
+    """Register the selector with which a method like "mine.py:Large:newest=4+quantize:4" begins; return the method with
+    its name alone. Raises UsageError for a file that cannot be used."""
+    if (found := re.match(r"(.+\.py):(\w+)", method)) is None:
+        return method
+    path, name = found.groups()
+    try:
+        register(name, runpy.run_path(path)[name])
+    except KvkeepError:
+        raise
+    except KeyError:
+        raise UsageError(f"The file '{path}' defines no '{name}'.") from None
+    except Exception as error:
+        raise UsageError(f"The file '{path}' cannot be used: {first_line(error)}.") from error
+    return f"{name}{method[found.end() :]}"
 
 
 def _option(name: str, field: FieldInfo) -> str:

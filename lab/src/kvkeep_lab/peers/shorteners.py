@@ -3,13 +3,13 @@ cache that need nothing of the model but its positions."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from kvkeep.cache import KeepCache
-from kvkeep.decode.chat import SUMMARISE, whole_sentences
 from kvkeep.decode.excerpts import CHUNK_TOKENS, Excerpts
 from kvkeep.decode.generate import generate
 from kvkeep.decode.prompt import encode, question
@@ -19,6 +19,10 @@ from kvkeep_lab.peers.base import Peer
 
 Selection = Callable[[Sequence[int]], Sequence[int]]
 """Takes the tokens of a question. Returns those that stand for the text."""
+SUMMARISE = "Summarise our conversation so far in a few sentences: names, facts, and what was decided."
+_END = re.compile(r"(?<!\d)[.!?\u2026][\"'\u2019\u201d)*]*(?=\s|$)|[\u3002\uff01\uff1f][\u300d\u300f]*")
+"""The end of a sentence, with the closing quotes, brackets and asterisks. A point after a number may belong to a
+list."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,13 @@ class Retrieved(Shortener):
 
 @dataclass(frozen=True)
 class Summarised(Shortener):
-    """As ``kvkeep chat --at-end summary`` does it: where the limit is reached, the model replaces the older half, and
-    the summary before it, by a summary. The newest tokens stay as they are."""
+    """Where the limit is reached, the model replaces the older half, and the summary before it, by a summary. The
+    newest tokens stay as they are."""
 
     about: ClassVar[str] = "the model's own summary of the older text, and its newest tokens, in a full cache"
 
     tokens: int = 256
-    """Maximum tokens of a summary, as in ``chat``."""
+    """Maximum tokens of a summary."""
 
     def read(self, loaded: Loaded, text: Sequence[int], limit: int) -> Selection:
         if limit < 3 * self.tokens:
@@ -109,3 +113,9 @@ class Summarised(Shortener):
         made = generate(model, tokenizer, prompt, cache, max_new_tokens=self.tokens)
         words = made.text if made.stopped == "eos" else whole_sentences(made.text)
         return list(tokenizer(f"{words.strip()}\n\n", add_special_tokens=False).input_ids)[: self.tokens]
+
+
+def whole_sentences(text: str) -> str:
+    """Return a text up to the end of its last complete sentence, or all of it if it has none."""
+    *_, end = (0, *(one.end() for one in _END.finditer(text)))
+    return (text[:end] if end else text).strip()

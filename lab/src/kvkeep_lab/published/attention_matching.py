@@ -31,7 +31,7 @@ from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.models.binding import bind
 from kvkeep.policies.papers import Paper
-from kvkeep.stores.evicted.merge_on_evict import merged_states
+from kvkeep.stores.slots import merged_states
 from kvkeep_lab.published.papers import ATTENTION_MATCHING
 
 BOUNDS = math.exp(-3), math.exp(3)

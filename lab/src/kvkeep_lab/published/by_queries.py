@@ -17,8 +17,8 @@ from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, fits, within
 from kvkeep.models.adapter import Adapter
-from kvkeep.policies.fates.neighbours import Neighbours
-from kvkeep.stores.evicted.merge_neighbours import MergeNeighbours
+from kvkeep.policies.fates.kvslimmer import Neighbours
+from kvkeep.stores.evicted.neighbours import MergeNeighbours
 from kvkeep.stores.evicted.pairs import OrderedEntries
 from kvkeep.stores.resident.banks import Bank
 

@@ -18,9 +18,9 @@ from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.policies.fates.merge import MergeOnEvict
 from kvkeep.policies.papers import Paper
 from kvkeep.policies.selectors.random import check_seed, sampled
-from kvkeep.stores.evicted.merge_on_evict import MergeOnEvict
 from kvkeep.stores.resident.banks import Bank
 from kvkeep_lab.published.papers import CAM
 

@@ -31,7 +31,6 @@ class FetchOnMiss(SelectiveRecall):
 
     label: ClassVar[str] = "entries that the last step may have missed"
     source: ClassVar[str] = "llama.cpp pull request 21097"
-    loses: ClassVar[bool] = True
     fetches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvkeep.contracts.entries import gathered
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.evicted.neighbours import MergesNeighbours
-from kvkeep.stores.evicted.pairs import gathered
 from kvkeep.stores.resident.banks import Bank
 from kvkeep.stores.resident.eviction import Arriving
 from kvkeep_lab.published.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge

@@ -13,7 +13,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.policies.fates.neighbours import MergesPairs
+from kvkeep.policies.fates.kvslimmer import MergesPairs
 from kvkeep_lab.published.ahead_pairs import AheadMerging
 from kvkeep_lab.published.lookahead import Lookahead
 from kvkeep_lab.published.merge_ahead import MergeAhead

@@ -18,7 +18,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.stores.evicted.groups import GROUP, Codec, NewestGroups, group_holds
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Segments(Fate):
             raise UsageError(f"At least one segment is read, not {self.top}.")
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return Groups(None, Promising(self.top, site.meter))
+        return NewestGroups(None, Promising(self.top, site.meter))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of all groups, with the minimum and maximum of each key channel."""

@@ -137,7 +137,7 @@ class Bench(EngineStudy):
             if find_spec("openai") is None:
                 raise UsageError(
                     "--serve sends its requests with the package 'openai', which is missing: pip install "
-                    "'kvkeep-lab[serve]'."
+                    "'./lab[serve]' in a clone of kvkeep."
                 )
             return
         for name in self.peers or ():

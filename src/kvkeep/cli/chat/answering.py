@@ -2,68 +2,59 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from kvkeep.cli.chat import context_limit, long_reading
+import torch
+
+from kvkeep.cache import KeepCache
+from kvkeep.cli.chat import context_limit
 from kvkeep.cli.chat.state import Attachment, Chat
-from kvkeep.cli.chat.status import Passed, limits_passed, remark, status
-from kvkeep.cli.chat.streaming import STOPPED, stream_answer
-from kvkeep.cli.generate import as_json
+from kvkeep.cli.output import interruptible
+from kvkeep.contracts.entries import EntryState
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.decode.cached_text import common_prefix
 from kvkeep.decode.generate import Generation
 from kvkeep.policies.endless import ENDLESS
+from kvkeep.units import size
 
 RETRY_TEMPERATURE = 0.8
 """Temperature of a further answer if answers are greedy: all greedy answers are equal."""
+LONG_S = 60.0
+"""The chat asks before it reads for more than this many estimated seconds: Ctrl-C would throw the time away."""
+SAMPLE_TOKENS = 128
+"""The minimum number of tokens whose reading says how fast the model reads."""
 
 
 def ask(chat: Chat, question: str, *files: Attachment) -> None:
-    """Answer a question, after the attached files and ``files``. If the context is full, offer ways to continue; the
-    question then waits, and all the files stay attached."""
-    before = chat.pending, chat.attachments
-    chat.pending, chat.attachments = question, [*chat.attachments, *files]
-    text = with_attachments(chat, question)
+    """Answer a question, after the attached files and ``files``. Attached files stay until there is an answer. Raises
+    UsageError if the context is full."""
+    text = "\n\n".join([*(file.text for file in (*chat.attachments, *files)), question])
     prompt = chat.talk.prompt(text)
-    if not long_reading.agreed(chat, prompt):
-        chat.pending, chat.attachments = before
+    if not _agreed(chat, prompt):
         return
-    if not _fits(chat, len(prompt), text, question):
-        if chat.attachments:
-            chat.screen.note(describe_attachments(chat))
-        return
-    chat.pending, chat.attachments = before
+    _make_space(chat, len(prompt), text)
     prompt = chat.talk.prompt(text)
-    if _answer(chat, prompt, lambda **options: chat.talk.answer(text, prompt, **options), question):
-        chat.pending, chat.attachments = None, []
+    if _answer(chat, prompt, lambda **options: chat.talk.answer(text, prompt, **options)):
+        chat.attachments = []
 
 
-def with_attachments(chat: Chat, question: str) -> str:
-    """Return a question after the attached files."""
-    return "\n\n".join([*(file.text for file in chat.attachments), question])
-
-
-def describe_attachments(chat: Chat) -> str:
-    """Return a sentence on the attached files."""
-    it = "it" if len(chat.attachments) == 1 else "them"
-    names = " and ".join(file.path for file in chat.attachments)
-    return f"Your next question will follow {names}; '/file none' removes {it}."
-
-
-def retry(chat: Chat, temperature: float | None) -> None:
-    """Answer the last question again, at ``temperature``; without one, sampled."""
-    if not _fits(chat, len(chat.talk.last_prompt()), None, "/retry"):
-        return
+def retry(chat: Chat) -> None:
+    """Answer the last question again, sampled."""
+    prompt = chat.talk.last_prompt()
+    _make_space(chat, len(prompt), None)
     chat.retries += 1
     sampling: dict[str, Any] = {"temperature": chat.temperature or RETRY_TEMPERATURE}
-    sampling |= {} if temperature is None else {"temperature": temperature}
     sampling |= {} if chat.seed is None else {"seed": chat.seed + chat.retries}
-    _answer(chat, chat.talk.last_prompt(), lambda **options: chat.talk.retry(**options | sampling), "/retry")
+    _answer(chat, prompt, lambda **options: chat.talk.retry(**options | sampling))
 
 
 def continue_answer(chat: Chat) -> None:
     """Continue an answer that was cut."""
-    if _fits(chat, len(chat.talk.unfinished().sequence), None, "/continue"):
-        _answer(chat, chat.talk.unfinished().sequence, chat.talk.continue_answer, "/continue")
+    _make_space(chat, len(chat.talk.unfinished().sequence), None)
+    _answer(chat, chat.talk.unfinished().sequence, chat.talk.continue_answer)
 
 
 def save(chat: Chat) -> None:
@@ -72,32 +63,112 @@ def save(chat: Chat) -> None:
         chat.screen.note(problem)
 
 
-def _fits(chat: Chat, tokens: int, question: str | None, line: str) -> bool:
-    """Return whether the context has space for an answer to a prompt of ``tokens``; ``chat.at_end`` may make space. If
-    it has none, offer ways to continue, and record that ``line`` failed."""
+def _make_space(chat: Chat, tokens: int, question: str | None) -> None:
+    """See to it that an answer to a prompt of ``tokens`` fits into the context. Raises UsageError if it does not, and
+    ``chat.at_end`` cannot change that."""
     all_of_it = chat.max_tokens if chat.at_end == ENDLESS else None  # no answer is cut off where texts can continue
-    if context_limit.fits(chat, tokens, all_of_it):
-        return True
-    if chat.at_end == context_limit.ASK:
-        chat.fail(line, context_limit.offer(chat, tokens, question))
-        return False
-    context_limit.CONTINUATIONS[chat.at_end].free(chat, question)
-    return True
+    if not context_limit.fits(chat, tokens, all_of_it):
+        context_limit.make_space(chat, tokens, question)
 
 
-def _answer(chat: Chat, prompt: Sequence[int], generate: Callable[..., Generation], line: str) -> bool:
-    """Show the answer to ``prompt``, save it, and show the state of the cache. Return False if the user
-    stopped it before its first token."""
-    before = Passed.of(chat.talk.cache)
-    result = stream_answer(chat, prompt, generate)
-    if result is None:
-        chat.fail(line, STOPPED)
-        return False
-    long_reading.learn(chat, result)
-    chat.turns.append({"question": line, **as_json(result)})
+def _answer(chat: Chat, prompt: Sequence[int], generate: Callable[..., Generation]) -> bool:
+    """Show the answer of ``generate`` to ``prompt``, and the progress of reading what the cache does not have. Save the
+    answer, and show the state of the cache. Ctrl-C ends the answer; return False if that happens while the model reads:
+    nothing is changed then."""
+    screen, known = chat.screen, common_prefix(chat.talk.ids, prompt[:-1])
+    with interruptible() as interrupted:
+        try:
+            with screen.reading(len(prompt) - known) as advance, screen.answer() as say:
+                result = generate(
+                    on_text=say,
+                    on_progress=lambda done: advance(max(0, done - known)),
+                    interrupted=interrupted,
+                    max_new_tokens=chat.max_tokens,
+                    temperature=chat.temperature,
+                    seed=chat.seed,
+                )
+        except KeyboardInterrupt:
+            screen.note("Stopped while reading; nothing was changed.")
+            chat.failed = True
+            return False
+    if result.timing.prefill_tokens >= SAMPLE_TOKENS:
+        chat.read_per_s = result.timing.prefill_tokens_per_s
     save(chat)
-    cache = chat.talk.cache
-    for text in (status(cache, result), *limits_passed(cache, before), remark(result, chat.talk.positions)):
+    for text in (status(chat.talk.cache, result), remark(result, chat.talk.positions)):
         if text is not None:
-            chat.screen.note(text)
+            screen.note(text)
     return True
+
+
+def _agreed(chat: Chat, prompt: Sequence[int]) -> bool:
+    """Return whether to read ``prompt``: on a terminal the user is asked if it takes long."""
+    tokens = len(prompt) - common_prefix(chat.talk.ids, prompt[:-1])
+    if tokens < 2 * SAMPLE_TOKENS or not chat.screen.interactive:
+        return True
+    seconds = tokens / (chat.read_per_s or _measured(chat, prompt[:SAMPLE_TOKENS]))
+    if seconds < LONG_S:
+        return True
+    minutes = f"{seconds / 60:.0f} minute{'' if seconds < 90 else 's'}"
+    chat.screen.note(f"Reading {tokens:,} tokens takes at least {minutes}; 'y' reads them, anything else does not:")
+    with suppress(KeyboardInterrupt):
+        if chat.screen.ask().strip().lower() in ("y", "yes"):
+            return True
+    chat.screen.note(
+        "Nothing was read. For one question about a long file, 'kvkeep generate --file FILE --excerpts 2048 QUESTION' "
+        "reads only the passages that match the question."
+    )
+    return False
+
+
+def _measured(chat: Chat, ids: Sequence[int]) -> float:
+    """Return the tokens per second at which the model reads ``ids`` alone; a long text takes longer for each."""
+    model = chat.talk.model
+    with torch.inference_mode():
+        start = time.perf_counter()
+        model(torch.tensor([[*ids]], device=model.device), cache=KeepCache(model))
+        chat.read_per_s = len(ids) / (time.perf_counter() - start)
+    return chat.read_per_s
+
+
+def status(cache: Any, result: Generation) -> str:
+    """Return the line after an answer: "exact: 57 tokens in memory (3.1 MB), 199 on disk (12.0 MB), 41 tokens/s". The
+    numbers of tokens are means over layers and heads."""
+    length, memory, away, dropped, exact = cache.get_seq_length(), result.memory, 0, 0, "exact: "
+    spec = cache.spec if isinstance(cache, KeepCache) else None
+    if isinstance(cache, KeepCache):
+        away = 0 if spec is None else _count(cache, EntryState.CHECKPOINTED)
+        dropped = _count(cache, EntryState.DROPPED)
+        if cache.exactness is not Exactness.EXACT:
+            exact = "" if cache.exact_part is None else f"exact up to {cache.exact_part:,} tokens: "
+    here, stored = length - away - dropped, 0 if spec is None else memory.checkpoint_bytes[spec.where]
+    beside = 0 if spec is not None and spec.where == "device" else memory.checkpoint_bytes["device"]
+    tokens = f"{'all ' if here == length else ''}{here:,} token{'' if here == 1 else 's'}"
+    parts = [f"{exact}{tokens} in memory ({size(memory.resident_bytes + memory.compressed_bytes + beside)})"]
+    if spec is not None and (away or stored):
+        parts.append(f"{away:,} on {spec.where} ({size(stored)})" if away else f"{size(stored)} on {spec.where}")
+    parts += [f"{dropped:,} dropped"] if dropped else []
+    rate = result.timing.decode_tokens_per_s
+    return ", ".join([*parts, f"{rate:.0f} tokens/s" if rate >= 10 else f"{rate:.1f} tokens/s"])
+
+
+def _count(cache: KeepCache, state: EntryState) -> int:
+    """Return the mean number of tokens in a state, over the layers of full attention, or over all layers if there are
+    none."""
+    layers = cache.geometry.full_layers or cache.geometry.layers
+    states = cache.entry_states()
+    shares = [(states[layer.index] == state).float().mean().item() for layer in layers]
+    return round(cache.get_seq_length() * sum(shares) / max(len(shares), 1))
+
+
+def remark(result: Generation, positions: int | None) -> str | None:
+    """Return a sentence on an answer that is empty or was cut, else None."""
+    if not result.text.strip():
+        if result.stopped == "interrupted":
+            return "Stopped before the first word; /continue resumes it, and /undo forgets the question."
+        return "The model's answer is empty; /retry samples another one, and /undo forgets the question."
+    return {
+        "length": f"Cut off after {len(result.tokens)} tokens (--max-tokens); /continue resumes it.",
+        "positions": f"Cut off: the model's context of {positions or 0:,} tokens is full; /context shows how to "
+        "continue.",
+        "interrupted": "Stopped; /continue resumes it.",
+    }.get(result.stopped)

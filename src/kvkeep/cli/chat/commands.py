@@ -6,22 +6,31 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvkeep.cache import KeepCache
+from kvkeep.cli import options
 from kvkeep.cli.chat import answering, context_limit
-from kvkeep.cli.chat.saving import transcript
-from kvkeep.cli.chat.state import Attachment, Chat, Leave
+from kvkeep.cli.chat.state import Attachment, Chat
 from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
+from kvkeep.cli.output import note
+from kvkeep.cli.startup import startup
+from kvkeep.decode.chat import Conversation
 from kvkeep.decode.encoding import encoding
 from kvkeep.decode.prompt import read_text
-from kvkeep.errors import UsageError, reason_of, unknown
+from kvkeep.errors import UsageError, unknown
+from kvkeep.models.embedded import EMBEDDED
+from kvkeep.models.loading import load
 from kvkeep.policies.methods import STOCK, names
-from kvkeep.private_files import open_file
-from kvkeep.stock import memory_of
+from kvkeep.stock import memory_of, new_cache
 from kvkeep.units import size
 
 _NAME = re.compile(r"/[a-z]*")
+
+
+class Leave(Exception):
+    """The user leaves the chat."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,6 @@ def completions(line: str) -> Iterable[tuple[str, str]]:
         yield from ((word, "") for word in COMMANDS[name[1:]].words(rest))
 
 
-# -- commands -------------------------------------------------------------------------------------
-
-
 def _help(chat: Chat, rest: str) -> None:
     chat.screen.table([(command.usage, command.help) for command in COMMANDS.values()])
     chat.screen.note("Ctrl-C stops an answer, Ctrl-D leaves, Alt-Enter begins a new line.")
@@ -81,44 +87,48 @@ def _file(chat: Chat, rest: str) -> None:
         chat.screen.note("No file is attached.")
         return
     path, question = _path_and_question(rest)
-    text = read_text(path)
-    with encoding(text):
-        tokens = len(chat.talk.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    file = Attachment(path, read_text(path))
     if question:
-        answering.ask(chat, question, Attachment(path, text))
+        answering.ask(chat, question, file)
         return
-    chat.attachments.append(Attachment(path, text))
-    chat.screen.note(f"{path}: {tokens} tokens; your next question will follow them.")
-
-
-def _retry(chat: Chat, rest: str) -> None:
-    try:
-        temperature = float(rest) if rest else None
-    except ValueError:
-        raise UsageError(f"A temperature is a number of at least 0, not '{rest}'.") from None
-    answering.retry(chat, temperature)
-
-
-def _continue(chat: Chat, rest: str) -> None:
-    answering.continue_answer(chat)
+    with encoding(file.text):
+        tokens = len(chat.talk.tokenizer(file.text, add_special_tokens=False, verbose=False).input_ids)
+    chat.attachments.append(file)
+    chat.screen.note(f"{path}: {tokens:,} tokens; your next question will follow them. '/file none' removes them.")
 
 
 def _undo(chat: Chat, rest: str) -> None:
-    question = chat.talk.undo()
+    *_, question = chat.talk.undo().split("\n\n")  # files come first
     answering.save(chat)
-    chat.screen.note(f"Forgotten: {_short(question)}")
-    if chat.attachments:
-        chat.screen.note(answering.describe_attachments(chat))
+    line = " ".join(question.split())
+    chat.screen.note(f"Forgotten: {line if len(line) <= 60 else f'{line[:57]}...'}")
 
 
 def _system(chat: Chat, rest: str) -> None:
+    if rest:
+        chat.talk.set_system(None if rest == NONE else rest)
+        answering.save(chat)
+    again = " The model reads the conversation again before its next answer." if rest and chat.talk.turns else ""
+    chat.screen.note(f"System prompt: {chat.talk.system or NONE}.{again}")
+
+
+def _model(chat: Chat, rest: str) -> None:
     if not rest:
-        chat.screen.note(chat.talk.system or "There is no system prompt.")
+        chat.screen.note(f"{chat.model}; 'kvkeep models' lists others.")
         return
-    chat.talk.set_system(None if rest == NONE else rest)
-    answering.save(chat)
-    again = " The model reads the conversation again before its next answer." if chat.talk.turns else ""
-    chat.screen.note(("There is no system prompt now." if rest == NONE else "The system prompt is set.") + again)
+    if chat.saver.session is not None:
+        raise UsageError("A session keeps its model; start another chat with --model.")
+    options.check_model(rest)
+    with startup(rest):
+        loaded = load(rest, progress=note)
+    talk, request = chat.talk, chat.talk.cache.request if isinstance(chat.talk.cache, KeepCache) else None
+    cache = new_cache(loaded.model, STOCK) if request is None else KeepCache(
+        loaded.model, request=replace(request, context=None)
+    )  # fmt: skip
+    chat.talk = Conversation(loaded.model, loaded.tokenizer, cache)
+    chat.talk.messages = talk.messages
+    chat.model, chat.read_per_s = loaded.name, None
+    chat.screen.note(f"The conversation continues with {chat.model}, which reads it before its next answer.")
 
 
 def _method(chat: Chat, rest: str) -> None:
@@ -138,19 +148,24 @@ def _budget(chat: Chat, rest: str) -> None:
     answering.save(chat)
 
 
+def _temperature(chat: Chat, rest: str) -> None:
+    if rest:
+        try:
+            value = float(rest)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"A temperature is a number of at least 0, not '{rest}'.")
+        chat.temperature = value
+    chat.screen.note(f"Temperature: {chat.temperature:g}{'' if chat.temperature else ' (greedy)'}.")
+
+
 def _context(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(context_limit.usage(chat))
-        context_limit.show_continuations(chat)
         return
-    if rest not in context_limit.CONTINUATIONS:
-        raise unknown("way to continue", rest, context_limit.CONTINUATIONS)
-    question = None if chat.pending is None else answering.with_attachments(chat, chat.pending)
-    context_limit.CONTINUATIONS[rest].free(chat, question)
+    context_limit.continue_with(chat, rest, None)
     answering.save(chat)
-    if chat.pending is not None:
-        chat.screen.note(f"Your last question: {_short(chat.pending)}")
-        answering.ask(chat, chat.pending)
 
 
 def _memory(chat: Chat, rest: str) -> None:
@@ -158,33 +173,27 @@ def _memory(chat: Chat, rest: str) -> None:
     rows = [("resident", memory.resident_bytes), ("compressed", memory.compressed_bytes)]
     rows += [(f"checkpoints on {place}", count) for place, count in memory.checkpoint_bytes.items()]
     rows += [("bookkeeping", memory.bookkeeping_bytes), ("cache at its peak", memory.peak_cache_bytes)]
-    rows += [("workspace at its peak", memory.peak_workspace_bytes)]
     chat.screen.table([(name, size(count)) for name, count in rows if count or name == "resident"])
 
 
 def _save(chat: Chat, rest: str) -> None:
-    saver, talk = chat.saver, chat.talk
-    if rest in ("", saver.name):
-        if saver.session is None:
-            raise UsageError(
-                "Name the session: '/save talk' to continue later; or a file: '/save talk.md' for a copy to read."
-            )
-        answering.save(chat)
-        if saver.error is None:
-            chat.screen.note(f"Saved {saver.place}, as after every answer.")
-    elif rest.endswith(".md"):
-        chat.screen.note(f"Written to {_write_new(rest, transcript(talk))}.")
-    else:
+    saver = chat.saver
+    if rest and rest != saver.name:
         earlier = saver.name
-        saver.save_as(talk, rest)
+        saver.save_as(chat.talk, rest)
         others = "" if earlier is None else f" '{earlier}' stays as it was."
         chat.screen.note(f"Saved {saver.place}, and again after every answer.{others}")
+        return
+    if saver.session is None:
+        raise UsageError("Name the session: '/save talk'; 'kvkeep chat --session talk' continues it.")
+    answering.save(chat)
+    if saver.error is None:
+        chat.screen.note(f"Saved {saver.place}, as after every answer.")
 
 
 def _reset(chat: Chat, rest: str) -> None:
     chat.talk.reset()
     chat.attachments.clear()
-    chat.pending = None
     if chat.saver.session is not None and chat.saver.session.saves:
         answering.save(chat)
     chat.screen.note("The conversation is forgotten.")
@@ -192,9 +201,6 @@ def _reset(chat: Chat, rest: str) -> None:
 
 def _exit(chat: Chat, rest: str) -> None:
     raise Leave
-
-
-# -- arguments ------------------------------------------------------------------------------------------
 
 
 def _path_and_question(rest: str) -> tuple[str, str]:
@@ -211,32 +217,8 @@ def _path_and_question(rest: str) -> tuple[str, str]:
     return os.path.expanduser(path), "".join(question).strip()
 
 
-def _write_new(path: str, text: str) -> str:
-    try:
-        handle = open_file(os.path.expanduser(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UsageError(f"There is a file '{path}' already; give another name.") from None
-    except OSError as error:
-        raise UsageError(f"The file '{path}' cannot be written: {reason_of(error)}.") from error
-    return path
-
-
-def _short(text: str) -> str:
-    """Return a question in one line. A long question is reduced to its end, which follows the files."""
-    parts = [text] if len(text) <= 60 else text.split("\n\n")
-    line = " ".join(parts[-1].split())
-    return ("... " if len(parts) > 1 else "") + (line if len(line) <= 60 else f"{line[:57]}...")
-
-
-# -- completion -----------------------------------------------------------------------------
-
-
 def _paths(begun: str) -> Iterable[str]:
     """Yield the paths that begin with ``begun``; folders end with a slash."""
-    if " " in begun:
-        return
     folder, name = os.path.split(begun)
     try:
         found = sorted(Path(os.path.expanduser(folder) or ".").iterdir())
@@ -263,28 +245,26 @@ COMMANDS = {
             _file,
             _paths,
         ),
-        Command("retry", "[TEMPERATURE]", "Answer the last question again by sampling; 0 is greedy.", _retry),
-        Command("continue", "", "Continue an answer that was cut off.", _continue),
+        Command("retry", "", "Answer the last question again by sampling.", lambda chat, rest: answering.retry(chat)),
+        Command(
+            "continue", "", "Continue an answer that was cut off.", lambda chat, rest: answering.continue_answer(chat)
+        ),
         Command("undo", "", "Forget the last question and its answer.", _undo),
+        Command("reset", "", "Forget the conversation and keep the system prompt.", _reset),
         Command("system", "[TEXT or none]", "Show or set the system prompt.", _system),
+        Command("temperature", "[NUMBER]", "Show or set the sampling temperature; 0 is greedy.", _temperature),
+        Command("model", "[NAME]", "Show or change the model.", _model, _among(lambda: EMBEDDED)),
         Command("method", "[NAME [BUDGET]]", "Show or change the method.", _method, _among(lambda: [*names(), STOCK])),
         Command("budget", "[SIZE or none]", "Show or change the budget.", _budget),
         Command(
             "context",
             "[WAY]",
-            "Show how full the context is, or make space: drop, summary or endless.",
+            "Show how full the context is, or make space: drop or endless.",
             _context,
             _among(lambda: context_limit.CONTINUATIONS),
         ),
         Command("memory", "", "Show what the cache holds.", _memory),
-        Command(
-            "save",
-            "[NAME]",
-            "Save the conversation as NAME after every answer, or once to the file NAME.md as Markdown.",
-            _save,
-            _paths,
-        ),
-        Command("reset", "", "Forget the conversation and keep the system prompt.", _reset),
+        Command("save", "[NAME]", "Save the conversation as NAME, from now on after every answer.", _save),
         Command("exit", "", "Leave.", _exit),
     )
 }

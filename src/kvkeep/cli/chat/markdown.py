@@ -1,6 +1,6 @@
-"""Renders Markdown on a terminal while the model writes it, without flicker: only changed lines are rewritten.
+"""Renders Markdown on a terminal while the model writes it.
 
-Only the last block of the text (a paragraph, a list, a code block) can still change. Earlier blocks are written once,
+Only the last block of the text (a paragraph, a list, a code block) can still change. Earlier blocks are printed once,
 and the terminal scrolls them, so an answer can have any length.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.markdown import CodeBlock as RichCodeBlock
 from rich.markdown import Heading, Markdown, MarkdownElement
 from rich.syntax import Syntax
@@ -22,8 +22,6 @@ from kvkeep.cli.output import printable
 
 INTERVAL_S = 1 / 15
 """Minimum time between two updates."""
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
-_PADDING = re.compile(r" +(?=(?:\x1b\[0m)?$)")
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
@@ -61,70 +59,52 @@ class AnswerMarkdown(Markdown):
 
 
 class MarkdownWriter:
-    """Shows one answer on ``console``. ``write`` writes text to the terminal immediately."""
+    """Shows one answer on ``console``."""
 
-    def __init__(self, console: Console, write: Callable[[str], object]) -> None:
-        self._console, self._write = console, write
-        self._source = ""  # text that may still change
-        self._above: list[str] = []  # the last settled line
-        self._shown: list[str] = []  # that line and the last block; the cursor is at its end
-        self._width, self._drawn = console.width, 0.0
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+        self._source, self._drawn = "", 0.0
+        self._printed = False  # whether blocks stand above
 
     def add(self, text: str) -> None:
         """Add a piece of the answer. Show it if INTERVAL_S passed since the last update."""
         self._source += printable(text)
-        if time.monotonic() - self._drawn >= INTERVAL_S:
-            self._draw()
+        if self._source.strip() and time.monotonic() - self._drawn >= INTERVAL_S:
+            self._live.start()
+            settled, self._source = _blocks(self._source)
+            for block in settled:
+                self._print(block)
+            shown = self._rendered(self._source)[2 - self._console.height :]
+            self._live.update(self._below(shown), refresh=True)
+            self._drawn = time.monotonic()
 
     def close(self) -> None:
         """Show the complete answer, and end its last line."""
-        self._draw()
-        if self._shown:
-            self._write("\n")
+        self._live.update(Text(), refresh=False)
+        self._live.stop()
+        self._print(self._source)
 
-    def _draw(self) -> None:
-        if self._console.width != self._width:  # the terminal has moved the lines
-            self._width, self._above, self._shown = self._console.width, [], []
-            self._write("\n")
-        settled, self._source = _blocks(self._source)
-        fixed = self._above
-        for block in settled:
-            fixed = _joined(fixed, self._rendered(block))
-        lines = _joined(fixed, self._rendered(self._source))
-        self._replace(lines)
-        self._above, self._shown = fixed[-1:], lines[max(len(fixed) - 1, 0) :]
-        self._drawn = time.monotonic()
+    def _print(self, source: str) -> None:
+        """Print a block above the one that can change."""
+        if lines := self._rendered(source):
+            self._console.print(self._below(lines))
+            self._printed = True
 
-    def _rendered(self, source: str) -> list[str]:
-        """Return the lines of a block for the terminal. One column stays free, so that no terminal wraps a full
-        line."""
-        if not source.strip():
-            return []
-        with self._console.capture() as captured:
-            self._console.print(AnswerMarkdown(source), width=max(self._width - 1, 1))
-        lines = [_PADDING.sub("", line) for line in captured.get().split("\n")]
-        visible = [at for at, line in enumerate(lines) if _STYLE.sub("", line).strip()]
-        return lines[visible[0] : visible[-1] + 1] if visible else []
+    def _below(self, lines: list[Text]) -> Text:
+        """Return lines after an empty one, if there are blocks above."""
+        return Text("\n").join([*([Text()] if self._printed else []), *lines])
 
-    def _replace(self, lines: list[str]) -> None:
-        """Replace the shown lines by ``lines``, from the first difference within the height of the screen."""
-        shown = self._shown
-        if lines == shown:
-            return
-        same = next((at for at, (one, two) in enumerate(zip(shown, lines, strict=False)) if one != two), None)
-        first = same if same is not None else len(shown) if len(lines) > len(shown) else max(len(lines) - 1, 0)
-        first = max(first, len(shown) - self._console.height + 1)
-        if first == len(shown):
-            move = "\n" if shown else ""
-        else:
-            up = len(shown) - 1 - first
-            move = (f"\x1b[{up}A" if up else "") + "\r"
-        self._write(move + "\n".join(f"{line}\x1b[K" for line in lines[first:]) + "\x1b[J")
-
-
-def _joined(above: list[str], below: list[str]) -> list[str]:
-    """Return the lines of both, with an empty line between them."""
-    return [*above, *([""] if above and below else []), *below]
+    def _rendered(self, source: str) -> list[Text]:
+        """Return the lines of a block. One column stays free, so that no terminal wraps a full line; no line is padded
+        with blanks, which a user would copy."""
+        options = self._console.options.update(width=max(self._console.width - 1, 1))
+        lines = self._console.render_lines(AnswerMarkdown(source), options, pad=False)
+        found = [Text.assemble(*((one.text, one.style or "") for one in line)) for line in lines]
+        for line in found:
+            line.rstrip()
+        visible = [at for at, line in enumerate(found) if line.plain.strip()]
+        return found[visible[0] : visible[-1] + 1] if visible else []
 
 
 def _blocks(source: str) -> tuple[list[str], str]:

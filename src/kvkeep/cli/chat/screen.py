@@ -1,38 +1,50 @@
-"""The screen: a chat's input and output, on a terminal or in pipes."""
+"""The screen: a chat's input and output, on a terminal or in pipes.
+
+On a terminal, prompt_toolkit reads the questions: lines can be edited and completed, and a pasted text of any length is
+one question (a terminal by itself returns lines of at most 4,095 bytes). They are saved in a file that only the user
+can read.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import IO, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from kvkeep.cli import output
-from kvkeep.cli.chat.input import Ask
 from kvkeep.cli.chat.markdown import MarkdownWriter
+from kvkeep.decode.prompt import check_text, standard_input
+from kvkeep.errors import UsageError
+from kvkeep.models.folders import data_folder
+from kvkeep.private_files import make_folder, open_file
 
 try:
     import termios
 except ImportError:  # Windows echoes only at a prompt
     termios = None  # type: ignore[assignment]
 
-Say = Callable[[str], None]
+MAX_CHARACTERS = 4000
+"""Maximum characters of a remembered question; a pasted text is longer."""
+_LINE = "that line"
 
 
 class Screen:
-    """The input and output of a chat.
+    """The input and output of a chat. Raises UsageError if standard input is closed.
 
-    ask: returns the next question. interactive: a person types on a terminal. silent: do not show answers. plain: show
-    answers as text, without rendering Markdown.
+    ``ask()`` returns the next question, stripped. It raises EOFError after the last, KeyboardInterrupt for Ctrl-C, and
+    UsageError for one that is not UTF-8. ``interactive``: a person types on a terminal. completions: returns those of a
+    line, each with its meaning.
     """
 
-    def __init__(self, ask: Ask, *, interactive: bool = False, silent: bool = False, plain: bool = False) -> None:
-        self.ask, self.interactive, self.silent = ask, interactive, silent
-        self._terminal = output.out.is_terminal
-        self._paints = self._terminal and not plain and not output.out.is_dumb_terminal
-        self.write_error: OSError | None = None
-        """Why standard output cannot be written to."""
+    def __init__(self, completions: Callable[[str], Iterable[tuple[str, str]]]) -> None:
+        source = standard_input()
+        self.interactive = sys.stdin.isatty()
+        self.ask: Callable[[], str] = _prompt(completions) if self.interactive else lambda: _line(source)
 
     def note(self, text: str) -> None:
         """Show a message."""
@@ -40,60 +52,51 @@ class Screen:
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Show rows of two columns as a message."""
-        if not output.err.is_terminal:
-            for row in rows:
-                output.note("  ".join(row))
-            return
         table = Table.grid(padding=(0, 2), pad_edge=False)
         table.add_column(overflow="fold", ratio=2, max_width=30)
         table.add_column(overflow="fold", ratio=3)
         for row in rows:
-            table.add_row(*(one.replace("[", r"\[") for one in row))
+            table.add_row(*map(Text, row))
         output.err.print(table, style="dim")
 
     def reading(self, tokens: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show the progress of reading a prompt within the block."""
-        return output.reading(tokens, silent=self.silent)
+        return output.reading(tokens)
 
     @contextmanager
-    def answer(self) -> Iterator[Say]:
-        """Yield a function that shows a piece of an answer. The last line ends with the block. A write error is stored
-        in ``write_error``."""
-        if self.silent:
-            yield lambda text: None
-            return
-        writer = MarkdownWriter(output.out, output.write) if self._paints else _Plain(self._terminal)
-
-        def safely(write: Callable[[], None]) -> None:
-            try:
-                write()
-            except OSError as error:
-                self.write_error = error
-
+    def answer(self) -> Iterator[Callable[[str], None]]:
+        """Yield a function that shows a piece of an answer: Markdown on a terminal, else the text. The last line ends
+        with the block."""
         with _echo_off(self.interactive):
+            if output.out.is_terminal and not output.out.is_dumb_terminal:
+                writer = MarkdownWriter(output.out)
+                try:
+                    yield writer.add
+                finally:
+                    writer.close()
+                return
+            begun = False
+
+            def say(text: str) -> None:
+                nonlocal begun
+                begun = True
+                output.write_answer(text)
+
             try:
-                yield lambda text: safely(lambda: writer.add(text))
-                safely(lambda: writer.add(""))  # starts an answer without text
+                yield say
+                begun = True  # also an answer without text is a line
             finally:
-                safely(writer.close)
+                if begun:
+                    output.write("\n")
 
 
-class _Plain:
-    """Writes an answer unchanged; a terminal gets it without control characters."""
-
-    def __init__(self, terminal: bool) -> None:
-        self._terminal = terminal
-        self._written = False
-
-    def add(self, text: str) -> None:
-        """Write a piece."""
-        self._written = self._written or bool(text) or not self._terminal
-        output.write_answer(text)
-
-    def close(self) -> None:
-        """End the last line, if needed. In a pipe every answer ends with a line end."""
-        if self._written:
-            output.write("\n")
+def _line(source: IO[bytes]) -> str:
+    if not (line := source.readline()):
+        raise EOFError
+    try:
+        return line.decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise UsageError(f"The text of {_LINE} is not UTF-8; the line is ignored.") from None
 
 
 @contextmanager
@@ -109,3 +112,53 @@ def _echo_off(interactive: bool) -> Iterator[None]:
                 stack.enter_context(suppress(termios.error))
                 stack.callback(termios.tcsetattr, handle, termios.TCSANOW, before)
         yield
+
+
+def _prompt(completions: Callable[[str], Iterable[tuple[str, str]]]) -> Callable[[], str]:
+    """Return a function that asks on the terminal."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.formatted_text import FormattedText
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    class Commands(Completer):
+        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
+            line = document.text_before_cursor
+            for word, meaning in completions(line):
+                yield Completion(word, start_position=line.rfind(" ") + 1 - len(line), display_meta=meaning)
+
+    keys = KeyBindings()
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    session: PromptSession[str] = PromptSession(
+        FormattedText([("bold", "> ")]),
+        output=create_output(always_prefer_tty=True),
+        history=_history(),
+        completer=Commands(),
+        complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
+        prompt_continuation="  ",
+        key_bindings=keys,
+        enable_open_in_editor=True,
+        reserve_space_for_menu=5,
+    )
+    return lambda: check_text(session.prompt(handle_sigint=False).strip(), _LINE)
+
+
+def _history() -> Any:
+    """Return the questions of this and of earlier chats; only those of this one if the file is not writable."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Questions(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError, UnicodeEncodeError):  # then it is kept until the chat ends
+                if len(string) <= MAX_CHARACTERS:
+                    super().store_string(string)
+
+    with suppress(OSError, UsageError):
+        path = data_folder() / "chat-history"
+        make_folder(path.parent)
+        os.close(open_file(path, os.O_RDWR | os.O_CREAT))
+        return Questions(str(path))
+    return InMemoryHistory()

@@ -1,18 +1,84 @@
-"""The state of a chat."""
+"""The state of a chat, and its session, which is saved after each turn."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
-from kvkeep.cli.chat.saving import Saver
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import ONLY, Store, is_path, user_store
 from kvkeep.cli.chat.screen import Screen
-from kvkeep.cli.chat.signals import EndSignals
 from kvkeep.decode.chat import Conversation
+from kvkeep.errors import KvkeepError, UsageError
 
 
-class Leave(Exception):
-    """The user leaves the chat."""
+class Saver:
+    """Saves a conversation to the session ``name``: a path, or a name in the store in ``folder`` (None: the user's).
+    None: no session yet."""
+
+    def __init__(self, name: str | None = None, folder: str | None = None) -> None:
+        if name is None and folder is not None:
+            raise UsageError("--sessions needs the name of a session in the folder: --session NAME.")
+        self.name, self.folder = name, folder
+        self.session = None if name is None else self._open(name)
+        self.saved = False
+        self.error: KvkeepError | None = None
+        """Why the last save failed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.session is not None:
+            self.session.close()
+
+    def save(self, talk: Conversation) -> str | None:
+        """Save the conversation if it has a session. Return the message of an error, or None."""
+        if self.session is None:
+            return None
+        try:
+            talk.save(self.session)
+        except KvkeepError as error:
+            self.error = error
+            return str(error)
+        self.error, self.saved = None, True
+        return None
+
+    def save_as(self, talk: Conversation, name: str) -> None:
+        """Save to the session ``name`` from this call on. Raises SessionError, and UsageError if the
+        session contains a conversation."""
+        talk.check_savable()
+        fresh = self._open(name)
+        try:
+            if fresh.saves:
+                raise UsageError(f"There is a session '{name}' already; give another name.")
+            talk.save(fresh)
+        except BaseException:
+            fresh.close()
+            raise
+        if self.session is not None:
+            self.session.close()
+        self.name, self.session, self.saved, self.error = name, fresh, True, None
+
+    @property
+    def place(self) -> str:
+        """The end of the sentence "Saved ...". There has to be a session."""
+        assert self.session is not None
+        if self.session.name == ONLY:  # at a path
+            return f"to {self.session.path}"
+        return f"as '{self.session.name}'" + ("" if self.folder is None else f" in {self.folder}")
+
+    def _open(self, name: str) -> StoredSession:
+        """Return the session, open for writing; a missing one is created."""
+        if self.folder is not None or not is_path(name):
+            return StoredSession(user_store(self.folder), name, writing=True)
+        path = os.path.expanduser(name)
+        Store(path).check()
+        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
+            raise UsageError(f"The session '{name}' cannot be saved: its folder is missing or cannot be written to.")
+        return StoredSession.at(path, writing=True)
 
 
 class Attachment(NamedTuple):
@@ -29,30 +95,17 @@ class Chat:
     talk: Conversation
     screen: Screen
     saver: Saver
-    signals: EndSignals
+    model: str = ""
+    """The model's name."""
     max_tokens: int = 256
     temperature: float = 0.0
     seed: int | None = None
     at_end: str = "ask"
     """Action when the context is full: ask, or the name of a continuation."""
     attachments: list[Attachment] = field(default_factory=list)
-    pending: str | None = None
-    """The question that did not fit into the context."""
     read_per_s: float | None = None
     """Tokens per second at which the model has read a prompt; None before."""
     retries: int = 0
     """Number of resampled answers."""
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    """Answers and errors, in the form that ``--json`` prints."""
     failed: bool = False
     """Whether a line failed."""
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Options of an answer."""
-        return {"max_new_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
-
-    def fail(self, line: str | None, error: str) -> None:
-        """Record that a line failed. line: None if it could not be read."""
-        self.turns.append({"question": line, "error": error})
-        self.failed = True

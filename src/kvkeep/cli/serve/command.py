@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,11 +16,16 @@ from kvkeep.cli.serve.server_options import (
     LimitOptions,
     MemoryOptions,
     NetworkOptions,
-    ReplicaOptions,
     StoreOptions,
+    process_options,
 )
 from kvkeep.cli.startup import startup
 from kvkeep.extras import optional
+
+if TYPE_CHECKING:
+    from kvkeep.cli.serve.server_options import ProcessOptions
+else:
+    ProcessOptions = process_options()
 
 
 @options.command
@@ -35,7 +40,7 @@ def serve(
         typer.Option("--log-requests", help="Log each request in a line on standard error, without any of its text."),
     ] = False,
     store: StoreOptions,
-    replicas: ReplicaOptions,
+    processes: ProcessOptions,
 ) -> None:
     """Serve conversations to OpenAI clients over HTTP, all within one memory limit.
 
@@ -46,51 +51,46 @@ def serve(
     model.check()
     for package in ("uvicorn", "fastapi", "prometheus_client"):
         optional(package, "serve")
-    replicas.check(memory, network, limits, store.sessions)
+    processes.check(memory, network, limits, store)
     grace = GRACE_S if limits.grace is None else limits.grace
     address = Address(network.host, network.port, https(network.certificate, network.private_key))
-    keys, access = _access(network.keys, address, replicas.ray)
+    keys, access = _access(network.keys, address)
 
     with ExitStack() as stack:
         server = None
-        if replicas.replicas is None:
+        if processes.replicas is None:
             from kvkeep.cli.serve.listening import listening
 
             # before the imports below, which take seconds
             server = stack.enter_context(listening(address, grace, limits.while_loading))
             note(f"{server.url} listens; requests wait until the model is loaded")
         with startup():
-            from kvkeep.cli.serve.ray_serve import serve_replicas
             from kvkeep.cli.serve.single_process import serve_here
-            from kvkeep.serve.service import Service
 
         folder = store.folder()
         given: dict[str, Any] = {
             "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
             "memory": memory.memory,
             "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
-            "sessions": folder and folder.absolute(), "bucket": store.bucket, "quota": store.quota, "age": store.age,
+            "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
             "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
         }  # fmt: skip
-        service = Service.parse(given, memory.cache(), keys)
-        if replicas.ray is None:
-            service.store(shared=server is None)
+        service, conversations = processes.service(given, memory.cache(), keys), memory.conversations
         saved = store.describe(service)
-        if server is not None:
-            serve_here(server, service, address, memory.conversations, grace, saved, access)
+        if server is None:
+            processes.serve(service, conversations, address, grace, saved, access)
         else:
-            scale = replicas.scale(memory.conversations)
-            serve_replicas(service, scale, replicas.ray, address, grace, saved, access)
+            service.store()
+            serve_here(server, service, address, conversations, grace, saved, access)
 
 
-def _access(file: str | None, address: Address, ray: str | None) -> tuple[list[str], str]:
+def _access(file: str | None, address: Address) -> tuple[list[str], str]:
     """Return the keys, and a line that describes who can use the server."""
     from kvkeep.serve.http.keys import kept_key, keys_given
 
     if keys := keys_given(file):
         return keys, f"{len(keys)} API keys"
     if address.is_local:
-        who = "only this machine can reach the server" if ray is None else "anyone who reaches a proxy can use it"
-        return [], f"no API key: {who}"
+        return [], "no API key: only this machine can reach the server"
     key, path, new = kept_key()
     return [key], f"API key: {key if new else 'as before'}  (saved in {path})"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.fetching import fetch_model
 from kvkeep.cli.output import note
 from kvkeep.errors import BudgetError, UsageError
 
@@ -23,37 +21,19 @@ MEMORY_SHARE = 4
 """The default memory is at most 1/MEMORY_SHARE of the free memory."""
 
 
-def with_defaults(service: Service, loaded: Loaded, conversations: int, processes: int = 1) -> Service:
-    """Return ``service`` with its memory and cache. Missing values are chosen for ``conversations`` in each of
-    ``processes``. Print each choice and its reason."""
+def with_defaults(service: Service, loaded: Loaded, conversations: int) -> Service:
+    """Return ``service`` with its memory and cache. Missing values are chosen for ``conversations``. Print each choice
+    and its reason."""
     memory = service.memory
     if memory is None:
-        memory, reason = default_memory(loaded, conversations, processes)
+        memory, reason = default_memory(loaded, conversations)
         note(reason)
     return replace(service, memory=memory, cache=service.cache or default_cache(loaded, memory, conversations))
 
 
-def with_defaults_for_replicas(service: Service, conversations: int, processes: int) -> Service:
-    """Return the result of :func:`with_defaults` before any of ``processes`` runs. A model loaded for it is freed
-    again. Raises the errors of loading for an unsupported model."""
-    from kvkeep.models.loading import describe
-    from kvkeep.native.library import trim_memory
-
-    fetch_model(service.model)
-    if service.memory is not None and service.cache:
-        describe(service.model, weights=service.weights, device=service.device or "cpu", pre=service.pre, progress=note)
-        return service
-    loaded = service.load(note)
-    service = with_defaults(service, loaded, conversations, processes)
-    del loaded
-    gc.collect()  # models have reference cycles
-    trim_memory()
-    return service
-
-
-def default_memory(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
-    """Return the bytes of a process, and a line that explains them: space for ``conversations`` with all their entries,
-    at most the process's share of the free memory."""
+def default_memory(loaded: Loaded, conversations: int) -> tuple[int, str]:
+    """Return the bytes of a server, and a line that explains them: space for ``conversations`` with all their entries,
+    at most a part of the free memory."""
     from kvkeep.geometry import ModelGeometry
     from kvkeep.models.weight_memory import free_memory
     from kvkeep.plan.sizes import grant
@@ -62,14 +42,12 @@ def default_memory(loaded: Loaded, conversations: int, processes: int = 1) -> tu
 
     tokens, free = min(_positions(loaded), PLANNED_TOKENS), free_memory(next(loaded.model.parameters()).device)
     wanted = conversations * grant(ModelGeometry.of(loaded.model), resolve("full"), None, tokens)
-    limit = free // MEMORY_SHARE // processes
+    limit = free // MEMORY_SHARE
     load = f"{conversations} conversations of {tokens:,} tokens with all their entries"
-    each = "" if processes == 1 else " for each replica"
     if wanted <= limit:
-        return wanted, f"memory: {size(wanted)}{each}, enough for {load} (change it with --memory)"
-    part = "a quarter of" if processes == 1 else "this replica's part of a quarter of"
+        return wanted, f"memory: {size(wanted)}, enough for {load} (change it with --memory)"
     return limit, (
-        f"memory: {size(limit)}{each}, {part} the {size(free)} that are free; {load} would need {size(wanted)} "
+        f"memory: {size(limit)}, a quarter of the {size(free)} that are free; {load} would need {size(wanted)} "
         "(change it with --memory)"
     )
 

@@ -13,9 +13,9 @@ import uvicorn
 
 from kvkeep.cli.serve.address import Address
 from kvkeep.errors import KvkeepError
+from kvkeep.serve.http.body import start_workers
 from kvkeep.serve.http.connection import uvicorn_config
 from kvkeep.serve.http.starting import StartingApp
-from kvkeep.serve.http.workers import start_workers
 
 POLL_S = 0.01
 """Seconds between checks whether the server listens."""

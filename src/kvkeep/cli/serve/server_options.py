@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from kvkeep.budget import bytes_of
-from kvkeep.cli import completion, options
+from kvkeep.cli import options
 from kvkeep.cli.cache_options import AUTO, CacheOptions
 from kvkeep.errors import UsageError
+from kvkeep.plugins import each_plugin
 from kvkeep.units import size
 
 if TYPE_CHECKING:
-    from kvkeep.serve.replicas import Scale
+    from kvkeep.cli.serve.address import Address
     from kvkeep.serve.service import Service
 
 GRACE_S = 10.0
@@ -47,7 +48,6 @@ class MemoryOptions:
             "--method",
             "-x",
             help="Default cache method of a session ('kvkeep methods' lists them).",
-            autocompletion=completion.methods,
             show_default="kv-direct with a budget; without, full if it fits, else kv-direct",
         ),
     ] = None
@@ -140,7 +140,6 @@ class StoreOptions:
     """The store of conversations: its folder, size and lifetime."""
 
     sessions: options.Sessions = None
-    bucket: options.Bucket = None
     quota: Annotated[
         str | None,
         Option(
@@ -160,7 +159,7 @@ class StoreOptions:
 
         if not self.private:
             return store_folder(self.sessions)
-        for name in ("sessions", "bucket", "quota", "age"):
+        for name in ("sessions", "quota", "age"):
             if getattr(self, name) is not None:
                 raise UsageError(f"--private keeps conversations in memory only; leave it or --{name} out.")
         return None
@@ -170,62 +169,51 @@ class StoreOptions:
         if service.folder is None:
             return "conversations are kept in memory only"
         age = "" if self.age is None else f", for {self.age:g} days without use"
-        bucket = "" if service.bucket is None else f"{service.bucket} and "
-        where = f"conversations are stored in {bucket}{service.folder}, at most {size(service.quota)}{age}"
+        where = f"conversations are stored in {service.place}, at most {size(service.quota)}{age}"
         return f"{where} (--private keeps them in memory)"
 
 
+CLUSTER = "kvkeep.cluster"
+"""The group of the entry point that names the :class:`ProcessOptions` of the connector ``kvkeep-cluster``."""
+
+
 @dataclass(frozen=True)
-class ReplicaOptions:
-    """The number and place of server processes."""
+class ProcessOptions:
+    """More processes than one, or a store that is no folder: what the connector ``kvkeep-cluster`` does. Its subclass
+    has further options."""
 
     replicas: Annotated[
         str | None,
-        Option(
-            metavar="N",
-            help="Number of processes that Ray Serve runs, each with --memory; with MIN:MAX Ray Serve adds and removes "
-            "them as needed.",
-            show_default="this process only",
-        ),
+        Option(metavar="N", help="Number of server processes (with kvkeep-cluster).", show_default="this process only"),
     ] = None
-    ray: Annotated[
-        str | None,
-        Option(
-            metavar="ADDRESS",
-            help="Ray cluster for --replicas, which keeps running them; auto: the cluster of this machine.",
-            show_default="a cluster that starts and ends with this command",
-        ),
-    ] = None
-    cores: Annotated[
-        float | None, Option(min=0.1, help="CPU cores of each replica.", show_default="an equal share, or 1 with --ray")
+    bucket: Annotated[
+        str | None, Option(metavar="URL", help="Bucket that several servers share (with kvkeep-cluster).")
     ] = None
 
-    def check(self, memory: MemoryOptions, network: NetworkOptions, limits: LimitOptions, sessions: str | None) -> None:
+    def check(self, memory: MemoryOptions, network: NetworkOptions, limits: LimitOptions, store: StoreOptions) -> None:
         """Raise UsageError for incompatible options."""
-        if self.ray is None:
-            if self.replicas is None and self.cores is not None:
-                raise UsageError("--cores is used with --replicas only; leave it out, or give --replicas.")
-            return
-        if self.replicas is None:
-            raise UsageError("--ray is used with --replicas only; leave it out, or give --replicas.")
-        if network.port == 0:
-            raise UsageError("With --ray every machine of the cluster listens on the same port; give one with --port.")
-        if limits.grace is not None:
-            raise UsageError(
-                "With --ray the command ends at once and the cluster keeps serving; leave --grace out, or limit "
-                "answers with --time."
-            )
-        needed = {"--memory": memory.memory, "--method or --budget": memory.cache(), "--sessions": sessions}
-        if missing := [name for name, value in needed.items() if not value]:
-            raise UsageError(
-                f"With --ray give {' and '.join(missing)}: machines differ in memory, and conversations must be in "
-                "a folder that all of them share."
-            )
+        for name in ("replicas", "bucket"):
+            if getattr(self, name) is not None:
+                raise UsageError(
+                    f"--{name} needs the connector kvkeep-cluster, which is not installed: pip install "
+                    "./connectors/cluster (in a clone of the repository)."
+                )
 
-    def scale(self, conversations: int) -> Scale:
-        """Return the scale of the replicas."""
-        from kvkeep.serve.replicas import Scale
+    def service(self, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
+        """Return the options of a process (:meth:`kvkeep.serve.service.Service.parse`)."""
+        from kvkeep.serve.service import Service
 
-        assert self.replicas is not None
-        share = max(1, (os.cpu_count() or 1) // Scale.parse(self.replicas, 1, 1).maximum)
-        return Scale.parse(self.replicas, self.cores or (share if self.ray is None else 1), conversations)
+        return Service.parse(given, cache, keys)
+
+    def serve(
+        self, service: Service, conversations: int, address: Address, grace: float, saved: str, access: str
+    ) -> None:
+        """Run the processes of :attr:`replicas`. saved, access: lines to print about the store and keys."""
+        raise NotImplementedError
+
+
+def process_options() -> type[ProcessOptions]:
+    """Return the options of the connector if it is installed, else those that say how to install it."""
+    found = [ProcessOptions]
+    each_plugin(CLUSTER, lambda _, options: found.append(options))
+    return found[-1]

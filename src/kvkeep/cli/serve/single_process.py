@@ -41,7 +41,7 @@ def serve_here(
     with startup(service.model):
         loaded = service.load(note)
     service = with_defaults(service, loaded, conversations)
-    engine = service.engine(loaded, shared=False)
+    engine = service.engine(loaded)
     app = service.application(engine, loaded)
     default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
     engine.start()

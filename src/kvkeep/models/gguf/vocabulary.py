@@ -155,8 +155,8 @@ def _stated_roles(keys: FileKeys, splits: PreTokenizer | None, count: int) -> di
     if splits is None:
         defaults: dict[str, int | None] = {"bos": 1, "eos": 2, "unk": 0}
     else:
-        own = keys.metadata["tokenizer.ggml.model"] == "gpt2"
-        defaults = {"bos": splits.default_bos, "eos": 11} if own else {}
+        gpt2 = keys.metadata["tokenizer.ggml.model"] == "gpt2"
+        defaults = {"bos": splits.default_bos, "eos": 11} if gpt2 else {}
     for role in ("bos", "eos", "unk", "sep", "pad", "mask", *_ROLE_NAMES):
         default = defaults.get(role)
         roles[role] = default if default is not None and default < count else None

@@ -12,7 +12,7 @@ from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.stores.evicted.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.stores.evicted.groups import GROUP, Codec, NewestGroups, group_holds
 
 
 def exact_entries(exact: float, entries: int) -> int:
@@ -76,7 +76,7 @@ class GroupedFate(Fate):
             self._groups(layer, geometry, entries)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return Groups(self._groups(site.layer, site.geometry, site.entries), self.codec(site))
+        return NewestGroups(self._groups(site.layer, site.geometry, site.entries), self.codec(site))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         groups, size = self._groups(layer, geometry, entries), self.size(layer, geometry)

@@ -1,7 +1,9 @@
-"""``merge``: an evicted entry is merged into the most similar resident one."""
+"""Merging on eviction: an evicted entry is merged into a resident one, which then stands for several tokens
+(:attr:`Bank.extra`). ``merge``: into the most similar one."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,44 +13,56 @@ from torch.linalg import vector_norm
 
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.errors import UsageError
-from kvkeep.stores.evicted.merge_on_evict import MergeOnEvict, counts_of, newest_of
 from kvkeep.stores.resident.banks import Bank
+from kvkeep.stores.slots import merged_states
 
 
 @dataclass(frozen=True)
 class Merge(Fate):
-    """An evicted entry is merged into a resident entry of its lane, which then stands for both: its key and value are
-    means over all their tokens."""
-
-    by: str = "key"
-    """The entry to merge into: "key" is the entry with the most similar key (cosine, as cached), "slot" the nearest
-    entry in the text."""
+    """An evicted entry is merged into the resident entry of its lane with the most similar key (cosine, as cached),
+    which then stands for both: its key and value are means over all their tokens."""
 
     label: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.by not in ("key", "slot"):
-            raise UsageError(f"Fate 'merge' merges by 'key' or by 'slot', not by '{self.by}'.")
-
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return MergeLikest(site, self.by)
+        return MergeLikest(site)
+
+
+class MergeOnEvict(EvictedStore):
+    """A store that keeps no entries: :meth:`merge` merges evicted entries into those of a bank."""
+
+    merges = True
+
+    def __init__(self, site: Site) -> None:
+        self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
+
+    def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
+        with self.meter.merging():
+            for bank in resident.banks:
+                if bank.columns:  # a row of padding has no columns
+                    self.merge(bank, left.each(bank.of))
+
+    @abstractmethod
+    def merge(self, bank: Bank, left: EvictedEntries) -> None:
+        """Merge the evicted entries ``left`` into those of a bank, and update ``bank.extra`` and ``bank.newest``, the
+        last slot merged into an entry."""
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        return merged_states(self.ledger, lanes, length)
 
 
 class MergeLikest(MergeOnEvict):
-    """Merges each entry into the most similar one, by "key" or by "slot"."""
-
-    def __init__(self, site: Site, by: str) -> None:
-        super().__init__(site)
-        self.by = by
+    """Merges each entry into the one with the most similar key."""
 
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
         extra, newest = bank.counted()
-        target = self.target(bank, left)
-        counts = counts_of(left) * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
+        target = most_similar(bank, left.keys)
+        counts = (1.0 if left.extra is None else 1.0 + left.extra) * (left.slots >= 0)  # tokens of each entry
+        counts = counts * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
         if target.shape[1] == 1:  # a decoded token moves one entry; a chunk may move all
             at, place = target, torch.zeros_like(target)
         else:
@@ -62,15 +76,13 @@ class MergeLikest(MergeOnEvict):
             summed = summed.scatter_add(1, place[..., None].expand_as(new), new.float() * counts[..., None])
             rows.scatter_(1, wide, (summed / total[..., None]).to(rows.dtype))
         extra.scatter_(1, at, total - 1)
-        newest.scatter_reduce_(1, target, newest_of(left).masked_fill(counts == 0, 0).to(newest.dtype), "amax")
+        last = left.slots if left.newest is None else torch.maximum(left.slots, left.newest)
+        newest.scatter_reduce_(1, target, last.masked_fill(counts == 0, 0).to(newest.dtype), "amax")
 
-    def target(self, bank: Bank, left: EvictedEntries) -> Tensor:
-        """Return the column into which each evicted entry is merged, (lanes, n) int64."""
-        slots = bank.slots[:, None, : bank.used]
-        if self.by == "slot":
-            similarity = -(slots - left.slots[..., None]).abs().float()
-        else:
-            keys = bank.keys[:, : bank.used].float()
-            # Cosines times the length of the evicted key, which is the same for all columns.
-            similarity = left.keys.float() @ keys.transpose(1, 2) / vector_norm(keys, dim=-1)[:, None].clamp(min=1e-12)
-        return similarity.masked_fill(slots < 0, float("-inf")).argmax(2)
+
+def most_similar(bank: Bank, keys: Tensor) -> Tensor:
+    """Return the column whose key is most similar to each of ``keys`` (lanes, n, dim): (lanes, n) int64."""
+    columns = bank.keys[:, : bank.used].float()
+    # Cosines times the length of the evicted key, which is the same for all columns.
+    similarity = keys.float() @ columns.transpose(1, 2) / vector_norm(columns, dim=-1)[:, None].clamp(min=1e-12)
+    return similarity.masked_fill(bank.slots[:, None, : bank.used] < 0, float("-inf")).argmax(2)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.site import Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.base import GroupedFate
 from kvkeep.stores.evicted.coded import CodedKeys, CodedValues, encode_keys, encode_values, group_bytes, width
-from kvkeep.stores.evicted.groups import GROUP, Codec
+from kvkeep.stores.evicted.groups import Codec, FewBits
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,8 @@ class Quantize(GroupedFate):
 
 
 @dataclass(frozen=True)
-class Quantised(Codec):
+class Quantised(FewBits):
     """Codes with a scale and an offset."""
-
-    kept: ClassVar[EntryState] = EntryState.QUANTISED
-    as_kept: ClassVar[bool] = True
 
     bits: int
     meter: Meter
@@ -68,10 +63,5 @@ class Quantised(Codec):
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
         return [*encode_keys(keys, self.bits), *encode_values(values, self.bits)]
 
-    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        keys, values = CodedKeys(*parts[:3], self.bits), CodedValues(*parts[3:], self.bits)  # type: ignore[call-arg, arg-type]
-        # Attention decodes the codes into temporary numbers.
-        size = 4 * GROUP * slots.shape[1] * len(slots) * max(keys.shape[3], values.shape[3])
-        self.meter.hold(size)
-        yield Piece(keys, values, slots.flatten(1), holes=holes)
-        self.meter.hold(-size)
+    def coded(self, parts: list[Tensor]) -> tuple[CodedKeys, CodedValues]:
+        return CodedKeys(*parts[:3], self.bits), CodedValues(*parts[3:], self.bits)  # type: ignore[call-arg, arg-type]

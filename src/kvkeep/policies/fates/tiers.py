@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.errors import UnsupportedModelError, unknown
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import exact_entries, spare
-from kvkeep.stores.evicted.tier_sizes import TIERS, channel_bytes, group_bytes, tiers_hold
-from kvkeep.stores.evicted.tiers import PARTS, Tiers
-from kvkeep.stores.evicted.waiting import waiting_bytes
+from kvkeep.stores.evicted.tier_sizes import TIERS, channel_bytes, group_bytes, tiers_hold, waiting_bytes
+from kvkeep.stores.evicted.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,10 @@ class InTiers(Fate):
 
     exact: float = 8
     """The share of the budget for exact entries, or (from 1 on) their number, at most a quarter of the budget."""
-    without: str = ""
-    """A part to leave out, to measure its effect: 'attention' (groups move down by age), 'channels' (values are not
-    normalised by channel) or 'waiting' (waiting entries have 16 bits)."""
 
     label: ClassVar[str] = "quantised by attention"
     source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"
     returns: ClassVar[str] = "approximately, from its codes"
-
-    def __post_init__(self) -> None:
-        if self.without and self.without not in PARTS:
-            raise unknown("part of tiers", self.without, PARTS)
 
     def resident(self, entries: int) -> int:
         """Return the number of exact entries, without those of the incomplete group."""
@@ -55,14 +47,14 @@ class InTiers(Fate):
 
     def _tier_bytes(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
         least = channel_bytes(layer.value_dim) + group_bytes(layer.key_dim, layer.value_dim, TIERS[-1])
-        waiting = waiting_bytes(geometry.dtype_bytes, self.without != "waiting")
+        waiting = waiting_bytes(geometry.dtype_bytes)
         return spare(self, layer, geometry, entries, least, waiting)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         layer, geometry = site.layer, site.geometry
         nbytes = self._tier_bytes(layer, geometry, site.entries)
-        return Tiers(nbytes, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter, self.without)
+        return Tiers(nbytes, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         nbytes = self._tier_bytes(layer, geometry, entries)
-        return tiers_hold(nbytes, layer, geometry.dtype_bytes, left, self.without)
+        return tiers_hold(nbytes, layer, geometry.dtype_bytes, left)

@@ -38,7 +38,6 @@ class PromisingBlocks(Recall):
     backed: ClassVar[bool] = False
     endless: ClassVar[bool] = True
     records: ClassVar[bool] = True
-    loses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.size not in SIZES or self.count < 1 or self.exact < 0:

@@ -1,1 +1,1 @@
-"""The engine over HTTP, as OpenAI's clients speak it. Needs ``pip install 'kvkeep[serve]'``."""
+"""The engine over HTTP, as OpenAI's clients speak it. Needs ``pip install '.[serve]'``."""

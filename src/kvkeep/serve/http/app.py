@@ -1,12 +1,12 @@
-"""The application: its routes."""
+"""The application: its routes, and the page."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
-from importlib.metadata import version
+from importlib import import_module, resources
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,28 +16,31 @@ from starlette.middleware.cors import CORSMiddleware
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.completions import Completions
-from kvkeep.serve.http.disconnect import unless_disconnected
-from kvkeep.serve.http.engine_request import Limits
-from kvkeep.serve.http.error_handlers import HANDLERS
-from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.inspection import inspection_routes
-from kvkeep.serve.http.json_text import json_response
+from kvkeep.serve.http.answering import Answering
+from kvkeep.serve.http.body import MAX_REQUEST_BYTES, RequestMemory, read_body, unless_disconnected
+from kvkeep.serve.http.completions import ChatRequest, TextRequest, TokenizeRequest
+from kvkeep.serve.http.errors import HANDLERS, APIError
+from kvkeep.serve.http.events import Limits, json_response
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
 from kvkeep.serve.http.middleware import RequestMiddleware
-from kvkeep.serve.http.openapi import DocumentedApp, error_responses, takes
-from kvkeep.serve.http.page import page_routes
-from kvkeep.serve.http.reading import read_body
-from kvkeep.serve.http.request_memory import MAX_REQUEST_BYTES, RequestMemory
-from kvkeep.serve.http.schema import ChatRequest, TextRequest, TokenizeRequest
-from kvkeep.serve.http.session_routes import session_routes
+from kvkeep.serve.http.sessions import session_routes
 
 with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
     import_module("anyio._backends._asyncio")
 
 STALLED_S = 120.0
 """Seconds without a step, while there is work, until the engine counts as dead."""
+PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""Headers of its files. By the first one, a browser lets the page load them and call its server, nothing else."""
 
 
 def alive(engine: Engine) -> bool:
@@ -58,16 +61,8 @@ def application(
     text of ``/metrics``, if it covers more than this engine."""
     memory = RequestMemory(MAX_REQUEST_BYTES)
     metrics = Metrics(engine, memory)
-    completions = Completions(engine, loaded, limits or Limits(), metrics)
-    app = DocumentedApp(
-        title="kvkeep",
-        version=version("kvkeep"),
-        exception_handlers=HANDLERS,
-        responses=error_responses(401, "default"),
-        redirect_slashes=False,  # the middleware removes slashes
-        docs_url=None,  # FastAPI's own pages would load scripts from another host
-        redoc_url=None,
-    )
+    answering = Answering(engine, loaded, limits or Limits(), metrics)
+    app = FastAPI(exception_handlers=HANDLERS, redirect_slashes=False, openapi_url=None)
     app.state.metrics = metrics
     app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, memory=memory)
     if origins:
@@ -78,66 +73,84 @@ def application(
             allow_headers=["*"],  # the key is a header, never a cookie; OpenAI's clients send x-stainless-*
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.include_router(page_routes())
-    _add_completions(app, completions)
-    _add_models(app, completions)
-    app.include_router(session_routes(engine))
-    app.include_router(inspection_routes(engine, completions))
+    _add_page(app)
+    _add_answers(app, answering)
+    _add_models(app, answering)
+    app.include_router(session_routes(engine, answering.token_texts))
     _add_operations(app, engine, scrape or metrics.scraped)
     return app
 
 
-def _add_completions(app: FastAPI, completions: Completions) -> None:
-    responses = error_responses(400, 404, 409, 413, 429, 503) | {200: {"content": {"text/event-stream": {}}}}
+def _add_page(app: FastAPI) -> None:
+    """Add the page at ``/``: files of this package, which load nothing from other hosts."""
+    folder = resources.files("kvkeep.serve").joinpath("page")
+    files = {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in PAGE_TYPES}
+    tags = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in files.items()}
 
-    @app.post("/v1/chat/completions", responses=responses, openapi_extra=takes(ChatRequest))
+    @app.get("/page/{name}")
+    async def file(request: Request, name: str) -> Response:
+        """Return a file of the page."""
+        if name not in files:
+            raise APIError(404, f"The page has no file '{name}'.")
+        headers = {**PAGE_HEADERS, "ETag": tags[name]}
+        if request.headers.get("if-none-match") == tags[name]:
+            return Response(status_code=304, headers=headers)
+        return Response(files[name], media_type=PAGE_TYPES[name.rpartition(".")[2]], headers=headers)
+
+    @app.get("/")
+    async def index(request: Request) -> Response:
+        """Return the chat page."""
+        return await file(request, "index.html")
+
+
+def _add_answers(app: FastAPI, answering: Answering) -> None:
+    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         """Answer a conversation."""
-        return await completions.respond(request, await read_body(request, ChatRequest))
+        return await answering.respond(request, await read_body(request, ChatRequest))
 
-    @app.post("/v1/completions", responses=responses, openapi_extra=takes(TextRequest))
+    @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
         """Continue a text."""
-        return await completions.respond(request, await read_body(request, TextRequest))
+        return await answering.respond(request, await read_body(request, TextRequest))
 
-    @app.post("/tokenize", responses=error_responses(400, 404, 413, 503), openapi_extra=takes(TokenizeRequest))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
         """Return the token ids of a text, or of a conversation up to its answer."""
         body = await read_body(request, TokenizeRequest)
-        completions.check_model(body.model)
-        given = body.messages if body.prompt is None else body.prompt
-        if not given:
+        answering.check_model(body.model)
+        if not (body.prompt or body.messages):
             raise UsageError("There is nothing to tokenize; send 'prompt' or 'messages'.")
-        ids = await unless_disconnected(request, completions.encode(given, request.state.hold.bytes))
+        ids = await unless_disconnected(request, answering.encode(body.given, request.state.hold.bytes))
         request.state.hold.tokens(len(ids))
-        positions = completions.engine.geometry.max_positions
+        positions = answering.engine.geometry.max_positions
         return await json_response(lambda: {"tokens": ids, "count": len(ids), "max_model_len": positions})
 
 
-def _add_models(app: FastAPI, completions: Completions) -> None:
-    model = {"id": completions.model, "object": "model", "created": int(time.time()), "owned_by": "kvkeep"}
+def _add_models(app: FastAPI, answering: Answering) -> None:
+    model = {"id": answering.model, "object": "model", "created": int(time.time()), "owned_by": "kvkeep"}
 
     @app.get("/v1/models")
     async def models() -> Any:
         """List the one model."""
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{name:path}", responses=error_responses(404))
+    @app.get("/v1/models/{name:path}")
     async def model_of(name: str) -> Any:
         """Describe the model."""
-        completions.check_model(name)
+        answering.check_model(name)
         return model
 
 
 def _add_operations(app: FastAPI, engine: Engine, scrape: Callable[[], Awaitable[bytes]]) -> None:
-    @app.get("/health", responses=error_responses(503))
+    @app.get("/health")
     async def health() -> Any:
         """Check that the engine is alive: it has taken a step recently, or has no work."""
         if not alive(engine):
             raise APIError(503, "The engine does not respond.", "dead")
         return {"status": "ok"}
 
-    @app.get("/ready", responses=error_responses(503))
+    @app.get("/ready")
     async def ready() -> Any:
         """Check whether the server accepts requests."""
         if engine.stopping:

@@ -1,215 +1,294 @@
-"""Chat completions and completions: from a request body to the engine and back."""
+"""OpenAI's completions of conversations and of texts, and ``/tokenize``: the fields of requests, and replies."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import Request
-from fastapi.responses import StreamingResponse
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from kvkeep.decode.encoding import PromptText, begins_with, least_tokens
-from kvkeep.decode.prompt import prompt_text
-from kvkeep.engine.answer import Ask
-from kvkeep.engine.pieces import token_texts
-from kvkeep.engine.token_spelling import special_ids
-from kvkeep.models.loading import Loaded
-from kvkeep.policies.endless import endless_options
-from kvkeep.policies.methods import resolve
-from kvkeep.policies.request import Request as CacheRequest
-from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.disconnect import unless_disconnected
-from kvkeep.serve.http.engine_request import EngineRequest, Limits
-from kvkeep.serve.http.error_handlers import naming_field
+from kvkeep.engine.answer import TextPiece, TokenLogprob
+from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.json_text import json_response
-from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.replies import Reply
-from kvkeep.serve.http.schema import DEFAULT_MAX_TOKENS, ChatRequest, Message, TextRequest
-from kvkeep.serve.http.workers import in_worker
-from kvkeep.serve.job import PromptTooLong
-from kvkeep.serve.session import check_name
+from kvkeep.serve.http.events import StreamEvent
+from kvkeep.serve.http.protocol import AnswerRequest, ChatPrompt, Name, Prompt, Reply, Strict, Text, wrong
+from kvkeep.serve.job import Finished
 
-Prompt = str | list[int] | list[Message]
-MAX_ANSWER_TOKENS = 2**31
-"""The maximum length of an answer if the context has no limit: positions are int32."""
-MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS = 4_000_000, 1_000_000
-"""Characters of a prompt, and tokens if the context has no limit. The tokenizer takes up to 600 bytes for a token."""
-MAX_LOGPROBS = 200_000
-"""Log-probabilities of an answer that is sent at once: about 230 bytes each, until they are sent."""
-STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""Headers of a stream: nginx forwards it without buffering."""
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""
+MAX_MESSAGES, MAX_PARTS, MAX_ALL_PARTS = 10_000, 1000, 50_000
+"""Messages of a request; text parts of one message, and of all messages together."""
 
 
-class Completions:
-    """Answers requests for one model. Worker threads use the tokenizer at the same time, and change none of its
-    settings. The event loop never uses it, because it must not block."""
-
-    def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics) -> None:
-        self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
-        self._tokenizer = loaded.tokenizer
-        self._tokenizer("")  # resets the truncation and padding of a file, which must not happen in a worker
-
-    def check_model(self, name: str | None) -> None:
-        """Raise APIError unless a request names this model."""
-        if name not in (None, self.model):
-            sentence = f"The model '{name}' does not exist; this server has '{self.model}'."
-            raise APIError(404, sentence, "model_not_found", "model")
-
-    async def encode(self, given: Prompt, size: int, answer: str = "", positions: int | None = None) -> list[int]:
-        """Return the token ids of a text, of ids, or of a conversation up to its answer and the beginning of that.
-
-        size: bytes of the request. Raises PromptTooLong at once for a text that cannot fit into ``positions`` (None: no
-        limit).
-        """
-        return await in_worker(size, self._encode, given, answer, positions)
-
-    def _encode(self, given: Prompt, answer: str, positions: int | None) -> list[int]:
-        if isinstance(given, str):
-            check_characters(len(given))
-            text = PromptText(given)
-        elif messages := [one.plain() for one in given if isinstance(one, Message)]:
-            check_characters(sum(len(one["content"]) for one in messages))
-            text = prompt_text(self._tokenizer, messages, answer=answer)
-        else:
-            if positions is None and len(given) > MAX_PROMPT_TOKENS:
-                raise _too_many_tokens(MAX_PROMPT_TOKENS)
-            return self._checked([one for one in given if isinstance(one, int)])
-        if positions is None:
-            return self._within(text, MAX_PROMPT_TOKENS)
-        if (least := least_tokens(self._tokenizer, text.text)) >= positions:
-            raise PromptTooLong.of(f"at least {least}", positions)
-        if begins_with(self._tokenizer, text, positions):
-            raise PromptTooLong.of(f"more than {positions}", positions)
-        return text.ids(self._tokenizer)
-
-    def _within(self, text: PromptText, limit: int) -> list[int]:
-        """Return the token ids of a text that no context limits. Raises APIError beyond the limit of a request."""
-        if not begins_with(self._tokenizer, text, limit) and len(ids := text.ids(self._tokenizer)) <= limit:
-            return ids
-        raise _too_many_tokens(limit)
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        if min(ids) < 0 or max(ids) >= self.engine.geometry.vocab_size:
-            raise APIError(
-                400, "'prompt' contains ids that are not in the model's vocabulary.", "invalid_value", "prompt"
-            )
-        return ids
-
-    async def _prompt(self, body: ChatRequest | TextRequest, size: int, cache: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a request with these cache options: of a text, or of a conversation up to its answer
-        or to the end of a last message to be continued."""
-        positions = self.engine.positions(cache)
-        if isinstance(body, TextRequest):
-            return await self.encode(body.prompt, size, positions=positions)
-        if not body.continue_final_message:
-            return await self.encode(body.messages, size, positions=positions)
-        *before, last = body.messages
-        return await self.encode(before, size, last.plain()["content"], positions)
-
-    def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
-        """Return the text of each id and the places of special tokens. The joined texts are the whole text."""
-        special = special_ids(self._tokenizer).union(self._tokenizer.all_special_ids)
-        return token_texts(self._tokenizer, ids), [place for place, one in enumerate(ids) if one in special]
-
-    def max_tokens(self, wanted: int | None, prompt: list[int], cache: Mapping[str, Any]) -> int:
-        """Return the maximum number of tokens of an answer with these cache options. Raises APIError if they exceed the
-        model's context."""
-        context = self.engine.positions(cache)
-        if context is None:
-            if wanted is not None and wanted > MAX_ANSWER_TOKENS:
-                sentence = f"'max_tokens' is {wanted}; an answer has at most {MAX_ANSWER_TOKENS} tokens."
-                raise APIError(400, sentence, "invalid_value", "max_tokens")
-            return DEFAULT_MAX_TOKENS if wanted is None else wanted
-        left = context - len(prompt)
-        if wanted is not None and wanted > left > 0:
-            raise APIError(
-                400,
-                f"The prompt has {len(prompt)} tokens and 'max_tokens' is {wanted}, but the model's context has "
-                f"{context}; set 'max_tokens' to at most {left}.",
-                "context_length_exceeded",
-                "max_tokens",
-            )
-        return max(1, min(left, DEFAULT_MAX_TOKENS)) if wanted is None else wanted
-
-    async def respond(self, request: Request, body: ChatRequest | TextRequest) -> Any:
-        """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
-        cancelled."""
-        self.check_model(body.model)
-        owner, hold = request.state.owner, request.state.hold
-        self.limits.check(owner)  # before anything that grows with the body
-        name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
-        cache = await asyncio.to_thread(self._cache, name, body)
-        prompt = await unless_disconnected(request, self._prompt(body, hold.bytes, cache))
-        hold.tokens(len(prompt))
-        ask = body.ask(prompt, self.max_tokens(body.token_limit, prompt, cache), body.logprob_count)
-        logprobs = body.logprob_count is not None
-        reply = Reply(self.model, isinstance(body, ChatRequest), logprobs, self.metrics.rejected)
-        stream, with_usage, named = body.stream, body.usage_in_stream, bool(body.cache())
-        if not stream:
-            check_logprobs(ask)
-        del body  # its texts, while the answer waits
-        running = EngineRequest(self.engine, self.metrics, self.limits, owner, ask, name, cache, named, stream)
-        if stream:
-            first = await unless_disconnected(request, running.first())
-            if isinstance(first, Exception):
-                raise first
-            text = _closing(reply.stream(running.events(first), with_usage), running)
-            return StreamingResponse(text, media_type="text/event-stream", headers=STREAM_HEADERS)
-        try:
-            events = await unless_disconnected(request, running.all())
-            return await json_response(reply.complete, events)
-        finally:
-            running.disconnect()
-
-    def _cache(self, name: tuple[str, str] | None, body: ChatRequest | TextRequest) -> dict[str, Any]:
-        """Return the cache options of a request; an empty dict if it has none. Raises APIError, with the field, for a
-        wrong session name, method, budget or end. A method that may name a file is wrong unless it is the server's
-        method."""
-        cache = body.cache()
-        if name is not None:
-            with naming_field("kvkeep.session"):
-                check_name(name)
-        if cache:
-            method = cache.get("method", "full")
-            with naming_field("kvkeep.method"):
-                resolve(method, files=method == CacheRequest.parse(**self.engine.cache).method.name)
-            with naming_field("kvkeep.budget"):
-                CacheRequest.parse(**cache)
-        if body.kvkeep.at_end is not None:
-            with naming_field("kvkeep.at_end"):
-                return endless_options(cache or self.engine.cache, self.engine.geometry)
-        return cache
+def _no_tool(role: Any) -> Any:
+    if role in ("tool", "function"):
+        raise wrong(f"tools are not supported; send what the {role} returned as text in a message of the role 'user'")
+    return role
 
 
-def check_characters(count: int) -> None:
-    """Raise APIError if a prompt has too many characters."""
-    if count > MAX_PROMPT_CHARACTERS:
-        sentence = f"The prompt has {count} characters, and at most {MAX_PROMPT_CHARACTERS} are allowed; shorten it."
-        raise APIError(400, sentence, "context_length_exceeded")
+def _of_few_parts(given: Any) -> Any:
+    """Return the messages, unless all together have too many parts."""
+    contents = (one.get("content") for one in given if isinstance(one, dict)) if isinstance(given, list) else ()
+    if (count := sum(len(one) for one in contents if isinstance(one, list))) > MAX_ALL_PARTS:
+        raise wrong(f"the messages have {count} parts, and at most {MAX_ALL_PARTS} are allowed; join some of them")
+    return given
 
 
-def _too_many_tokens(limit: int) -> APIError:
-    sentence = f"The prompt has more than {limit:,} tokens, the most that a request may have; shorten it."
-    return APIError(400, sentence, "context_length_exceeded")
+def _one_prompt(given: Any) -> Any:
+    """Return the prompt of a list of one, as clients send it."""
+    if not isinstance(given, list) or not given or not isinstance(given[0], str | list):
+        return given
+    if len(given) > 1:
+        raise wrong(f"it has {len(given)} prompts; send one prompt at a time")
+    return given[0]
 
 
-def check_logprobs(ask: Ask) -> None:
-    """Raise APIError if an answer that is sent at once may have too many log-probabilities."""
-    if ask.top_logprobs is None or ask.max_tokens * (1 + ask.top_logprobs) <= MAX_LOGPROBS:
-        return
-    sentence = (
-        f"An answer that is not a stream has at most {MAX_LOGPROBS:,} log-probabilities, those of likeliest tokens "
-        f"included; set 'max_tokens' to at most {MAX_LOGPROBS // (1 + ask.top_logprobs)}, or send 'stream': true."
-    )
-    raise APIError(400, sentence, "invalid_value", "max_tokens")
+class TextPart(Strict):
+    """A text part of a message; no other kind of part is supported."""
+
+    type: Literal["text"]
+    text: Text
 
 
-async def _closing(text: AsyncIterator[str], running: EngineRequest) -> AsyncIterator[str]:
-    """Yield from a stream, and cancel its request when the stream is closed."""
-    try:
-        async for one in text:
-            yield one
-    finally:
-        running.disconnect()
+class Message(Strict):
+    """A message of a conversation. An answer without a content is empty."""
+
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {"tool_calls": ([],), "annotations": ([],)}
+
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    name: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_answer(cls, given: Any) -> Any:
+        """Complete an answer whose content is null, as clients send it."""
+        answers = isinstance(given, dict) and given.get("role") == "assistant" and given.get("content") is None
+        return given | {"content": ""} if answers else given
+
+    @property
+    def text(self) -> str:
+        """The text of all parts."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+    def plain(self) -> dict[str, str]:
+        """Return the message as chat templates take it."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES), BeforeValidator(_of_few_parts)]
+
+
+class ChatRequest(AnswerRequest):
+    """``POST /v1/chat/completions``."""
+
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **AnswerRequest.void,
+        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+        "response_format": ({"type": "text"},), "modalities": (["text"],),
+    }  # fmt: skip
+
+    messages: Annotated[Messages, Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """OpenAI's newer name of ``max_tokens``."""
+    continue_final_message: bool = False
+    """Continue the last message, which is an answer."""
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_number(cls, given: int, known: ValidationInfo) -> int:
+        if known.data.get("max_tokens") is not None:
+            raise wrong("'max_tokens' means the same; leave one of them out")
+        return given
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _of_an_answer(cls, given: bool, known: ValidationInfo) -> bool:
+        messages = known.data.get("messages", [])
+        if given and messages and (len(messages) < 2 or messages[-1].role != "assistant"):
+            raise wrong("the last message has to be an answer (role 'assistant') to an earlier message")
+        return given
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_probabilities(cls, given: int, known: ValidationInfo) -> int:
+        if given and known.data.get("logprobs") is False:
+            raise wrong("it needs 'logprobs': true; add that, or leave it out")
+        return given
+
+    def given(self) -> Prompt:
+        """Return the conversation up to its answer, or to the end of a last message to be continued."""
+        messages = [one.plain() for one in self.messages]
+        if not self.continue_final_message:
+            return ChatPrompt(messages)
+        return ChatPrompt(messages[:-1], messages[-1]["content"])
+
+    @property
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens of the answer, if the request sets one."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def logprob_count(self) -> int | None:
+        """The number of likeliest tokens reported with each token; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
+        """Return the reply."""
+        return Choices(model, True, self.logprobs, self.usage_in_stream, to_error)
+
+
+class TextRequest(AnswerRequest):
+    """``POST /v1/completions``."""
+
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **AnswerRequest.void,
+        "suffix": ("",),
+        "best_of": (1,),
+        "echo": (False,),
+    }
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The maximum number of tokens of the answer; 0: the prompt is only read."""
+    prompt: Annotated[Text | Annotated[list[int], Field(fail_fast=True, min_length=1)], BeforeValidator(_one_prompt)]
+    """A text, a list of token ids, or a list with one prompt of either kind."""
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def given(self) -> Prompt:
+        """Return the text, or the ids."""
+        return self.prompt
+
+    @property
+    def logprob_count(self) -> int | None:
+        """The number of likeliest tokens reported with each token; None: no log-probabilities."""
+        return self.logprobs
+
+    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
+        """Return the reply."""
+        return Choices(model, False, self.logprobs is not None, self.usage_in_stream, to_error)
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``: a text (``prompt``), or a conversation up to its answer (``messages``)."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _one_of_both(cls, given: list[Message] | None, known: ValidationInfo) -> list[Message] | None:
+        if given is not None and known.data.get("prompt") is not None:
+            raise wrong("the request also has a 'prompt'; leave one of them out")
+        return given
+
+    def given(self) -> Prompt:
+        """Return the text, or the conversation; an empty text if there is neither."""
+        if self.messages:
+            return ChatPrompt([one.plain() for one in self.messages])
+        return self.prompt or ""
+
+
+# -- replies ----------------------------------------------------------------------------------------------
+
+
+class Choices:
+    """The reply of a request, with one choice. chat: whether it answers a conversation; otherwise it continues a text.
+    logprobs: whether it has log-probabilities. with_usage: whether a stream has the numbers of tokens. to_error:
+    converts an exception within a stream to an error."""
+
+    def __init__(
+        self, model: str, chat: bool, logprobs: bool, with_usage: bool, to_error: Callable[[Exception], APIError]
+    ) -> None:
+        self._chat, self._logprobs, self._with_usage, self._to_error = chat, logprobs, with_usage, to_error
+        self._offset = 0  # characters of the text whose tokens were sent
+        prefix, self._kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
+        self._chunk_kind = f"{self._kind}.chunk" if chat else self._kind
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
+        """Return the answer as one object. Raises the error that ended it."""
+        last = events[-1]
+        if isinstance(last, Exception):
+            raise last
+        assert isinstance(last, Finished)
+        tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
+        choice: dict[str, Any] = {"index": 0, "finish_reason": _reason(last)}
+        choice |= {"message": {"role": "assistant", "content": last.text}} if self._chat else {"text": last.text}
+        choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
+        return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)}
+
+    async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events. An error is an object, and None is a comment."""
+        if self._chat:
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+        async for event in events:
+            if isinstance(event, TextPiece):
+                fields: dict[str, Any] = {"delta": {"content": event.text}} if self._chat else {"text": event.text}
+                yield self._chunk(
+                    fields | ({"logprobs": self._probabilities(event.logprobs)} if self._logprobs else {})
+                )
+            elif isinstance(event, Finished):
+                yield self._chunk({"delta": {}} if self._chat else {"text": ""}, _reason(event))
+                if self._with_usage:
+                    yield _event(self._head | {"object": self._chunk_kind, "choices": [], "usage": usage(event)})
+            elif event is None:
+                yield ": the prompt is being read\n\n"
+            else:
+                yield _event(self._to_error(event).body())
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
+        choice = {"index": 0, **fields, "finish_reason": reason}
+        body = self._head | {"object": self._chunk_kind, "choices": [choice]}
+        return _event(body | ({"usage": None} if self._with_usage else {}))
+
+    def _probabilities(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if self._chat:
+            return {"content": [_token(one.data, one.logprob) | _top(one) for one in tokens]}
+        offsets = [*accumulate((len(one.text) for one in tokens), initial=self._offset)]
+        self._offset = offsets[-1]
+        return {
+            "tokens": [spelt(one.data) for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [{spelt(data): value for _, data, value in one.top} for one in tokens],
+            "text_offset": offsets[:-1],
+        }
+
+
+def _top(token: TokenLogprob) -> dict[str, Any]:
+    return {"top_logprobs": [_token(data, value) for _, data, value in token.top]}
+
+
+def _token(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": spelt(data), "logprob": logprob, "bytes": [*data]}
+
+
+def usage(answer: Finished) -> dict[str, Any]:
+    """Return the numbers of tokens; cached tokens were not read again. A text that is no longer exact has the number of
+    its first tokens up to which it was, and one whose oldest entries are dropped has their number."""
+    prompt = answer.cached + answer.read
+    limits = {"exact_tokens": answer.exact_tokens, "lost_tokens": answer.lost_tokens or None}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer.written,
+        "total_tokens": prompt + answer.written,
+        "prompt_tokens_details": {"cached_tokens": answer.cached},
+        **{name: number for name, number in limits.items() if number is not None},
+    }
+
+
+def _reason(answer: Finished) -> str:
+    """Return the finish reason. An answer cut off by the time limit or the server's end has the reason "length"."""
+    return "stop" if answer.reason == "stop" else "length"
+
+
+def _event(body: dict[str, Any]) -> str:
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(_LINE_ENDS)}\n\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from contextlib import suppress
@@ -14,7 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvkeep.serve.http.errors import RETRY_AFTER_S, APIError
+from kvkeep.serve.http.errors import CLOSE, APIError
 
 HEADER_TIMEOUT_S = 15.0
 """Seconds for the header of a request to arrive."""
@@ -136,16 +135,10 @@ class Connection(H11Protocol):
 
 def _refusal() -> bytes:
     """Return the response to a connection beyond the limit."""
-    error = APIError(503, "The server has too many connections; retry later.", "overloaded")
-    body = json.dumps(error.body())
-    head = (
-        "HTTP/1.1 503 Service Unavailable",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        f"retry-after: {RETRY_AFTER_S}",
-        "connection: close",
-    )
-    return "\r\n".join([*head, "", body]).encode()
+    error = APIError(503, "The server has too many connections; retry later.", "overloaded", headers=CLOSE)
+    response = error.response()
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
+    return b"HTTP/1.1 503 Service Unavailable\r\n" + head + b"\r\n" + bytes(response.body)
 
 
 def connection_limit() -> int:

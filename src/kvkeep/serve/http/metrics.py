@@ -8,13 +8,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from kvkeep.engine.answer import TextPiece
 from kvkeep.errors import KvkeepError
-from kvkeep.serve.cache_view import memory_use
-from kvkeep.serve.engine import Engine, Watch
-from kvkeep.serve.http.error_handlers import FAILED, api_error
-from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.request_memory import RequestMemory
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.body import RequestMemory
+from kvkeep.serve.http.errors import FAILED, APIError, api_error
+from kvkeep.serve.http.events import StreamEvent
 from kvkeep.serve.job import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -22,11 +20,9 @@ ENGINE_TIMEOUT_S = 2.0
 """Seconds that a scrape waits for the engine. After them it reports the previous bytes."""
 _FIRST_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 _BETWEEN_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5)
-_SESSIONS = (1, 2, 4, 8, 16, 32, 64, 128)
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class Metrics(Watch):
+class Metrics:
     """The figures of one engine, in a separate registry."""
 
     def __init__(self, engine: Engine, memory: RequestMemory | None = None) -> None:
@@ -40,7 +36,7 @@ class Metrics(Watch):
         self._rejected = Counter("requests_rejected", "Requests answered with an error, by code.", ["reason"], **base)
         self._sessions = Gauge("sessions", "Sessions in memory.", **base)
         self._files = Counter("session_files", "Sessions parked in, restored from and saved to files.", ["how"], **base)
-        self._seen = dict.fromkeys(("parked", "restored", "saved"), 0)
+        self._seen = dict.fromkeys(engine.sessions.counts, 0)
         self._bytes = Gauge("cache_bytes", "Bytes of all caches, by kind.", ["kind"], **base)
         self._limit = Gauge("cache_limit_bytes", "Limit of the bytes of all caches.", **base)
         self._granted = Gauge("cache_granted_bytes", "Bytes reserved for running answers.", **base)
@@ -48,25 +44,13 @@ class Metrics(Watch):
             "prompt_tokens", "Prompt tokens, by whether they were read or found in a cache.", ["source"], **base
         )
         self._generated = Counter("generated_tokens", "Generated tokens.", **base)
-        self._first = Histogram(
-            "time_to_first_token_seconds",
-            "Seconds from a request to the first token of its answer.",
-            buckets=_FIRST_S,
-            **base,
-        )
-        self._between = Histogram(
-            "time_between_tokens_seconds", "Seconds between two tokens of an answer.", buckets=_BETWEEN_S, **base
-        )
-        self._rows = Histogram("step_sessions", "Sessions processed in a step.", buckets=_SESSIONS, **base)
-        self._tokens = Histogram("step_tokens", "Tokens processed in a step.", buckets=_TOKENS, **base)
+        about = "Seconds from a request to the first token of its answer."
+        self._first = Histogram("time_to_first_token_seconds", about, buckets=_FIRST_S, **base)
+        about = "Seconds between two tokens of an answer."
+        self._between = Histogram("time_between_tokens_seconds", about, buckets=_BETWEEN_S, **base)
         ProcessCollector(registry=self.registry)
         self._limit.set(engine.arbiter.total)
-        engine.watch = self
-
-    def stepped(self, sessions: int, tokens: int) -> None:
-        """Count a step."""
-        self._rows.observe(sessions)
-        self._tokens.observe(tokens)
+        engine.wrote = self.wrote
 
     def wrote(self, tokens: int, seconds: float, first: bool) -> None:
         """Count new tokens of an answer; tokens that arrive together share the time."""
@@ -77,7 +61,7 @@ class Metrics(Watch):
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 
-    def finished(self, event: TextPiece | Finished | Exception) -> None:
+    def finished(self, event: StreamEvent) -> None:
         """Count an answer that finished or failed without its client's fault, and the tokens of its prompt."""
         if isinstance(event, Finished):
             self._ended.labels(event.reason).inc()
@@ -95,17 +79,17 @@ class Metrics(Watch):
     async def scraped(self) -> bytes:
         """Return all figures; those of memory are as of the last step."""
         with suppress(KvkeepError, TimeoutError):
-            found = await asyncio.wait_for(
-                asyncio.wrap_future(self.engine.call(lambda: memory_use(self.engine))), ENGINE_TIMEOUT_S
-            )
-            for kind, count in found.kinds.items():
-                self._bytes.labels(kind).set(count)
-            self._granted.set(found.granted)
-            self._sessions.set(found.sessions)
-        for how, before in self._seen.items():
-            self._seen[how] = now = self.engine.sessions.counts[how]
-            self._files.labels(how).inc(now - before)
+            await asyncio.wait_for(asyncio.wrap_future(self.engine.call(self._read_memory)), ENGINE_TIMEOUT_S)
+        for how, now in self.engine.sessions.counts.items():
+            self._files.labels(how).inc(now - self._seen[how])
+            self._seen[how] = now
         self._running.set(len(self.engine.running))
         self._waiting.set(self.engine.waiting)
         self._requests.set(self._memory.bytes)
         return await asyncio.to_thread(generate_latest, self.registry)
+
+    def _read_memory(self) -> None:
+        for kind, count in self.engine.sessions.bytes_by_kind().items():
+            self._bytes.labels(kind).set(count)
+        self._granted.set(self.engine.granted)
+        self._sessions.set(len(self.engine.sessions.memory))

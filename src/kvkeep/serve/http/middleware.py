@@ -13,13 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import place_of
 from kvkeep.native.room import has_room
-from kvkeep.serve.http.body import check_headers, limit_body
+from kvkeep.serve.http.body import Hold, RequestMemory, check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.request_memory import RequestMemory
 
-PUBLIC_PATHS = ("/health", "/ready", "/openapi.json", "/docs", "/")
+PUBLIC_PATHS = ("/health", "/ready", "/")
 PAGE_PREFIX = "/page/"
 """The prefix of paths that need no key, in addition to :data:`PUBLIC_PATHS`: the files of the page."""
 
@@ -52,9 +51,9 @@ class RequestMiddleware:
             return
         started, status, request_id = time.monotonic(), 0, new_request_id()
         head = scope["method"] == "HEAD"  # answered as a GET, without a body
-        hold = self.memory.hold()
+        hold = Hold(self.memory)
         state = {**scope.get("state", {}), "hold": hold}
-        scope = {**scope, "method": "GET" if head else scope["method"], "path": _without_slash(scope), "state": state}
+        scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -103,14 +102,6 @@ def log_requests() -> None:
 
 class _ResponseInterrupted(Exception):
     """A response was interrupted after its beginning was sent."""
-
-
-def _without_slash(scope: Scope) -> str:
-    """Return the path without the slashes at its end. An escaped slash (%2F) stays."""
-    path: str = scope["path"]
-    raw = scope.get("raw_path") or path.encode()
-    slashes = len(raw) - len(raw.rstrip(b"/"))
-    return path[: len(path) - slashes] or "/"
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.native.library import kernels
-from kvkeep.native.structures import (
-    BLOCK_ENTRIES,
-    KvAttention,
-    address,
-    address_of,
-    copy_piece,
-    piece_table,
-)
-from kvkeep.step.native.entries import can_attend, piece_of, spans_of
+from kvkeep.native.structures import BLOCK_ENTRIES, KvAttention, address_of, array, rows
+from kvkeep.step.native.entries import can_attend, spans_of, table_of
 from kvkeep.step.plan import Segment, Span
 
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
@@ -49,26 +42,22 @@ class Call:
         self.query = query.contiguous()
         self.value_dim: int = spans[0].values.shape[-1]
         self.bounds = [None if part is None else part.int().contiguous() for part in (first, stop, shift)]
-        self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
-        self._spans, self._table = spans, piece_table(len(spans))  # the library reads both
-        for number, span in enumerate(spans):
-            copy_piece(self._table, number, piece_of(span))
+        self.mask = None if mask is None else mask.contiguous()
+        self._spans, self._table = spans, table_of(spans)  # the library reads both
         self.entries = sum(span.entries for span in spans)
         self.struct = KvAttention(
-            self.query.data_ptr(),
+            array(self.query),
             address_of(self._table),
-            *map(address, self.bounds),
-            address(self.mask),
+            *map(array, self.bounds),
+            rows(self.mask),
             lanes,
             groups,
             queries,
             dim,
             self.value_dim,
-            len(spans),
+            len(self._table),
             self.entries,
             -1 if past is None else past,
-            0 if self.mask is None or len(self.mask) == 1 else self.mask.stride(0),
-            0 if self.mask is None or self.mask.shape[1] == 1 else self.mask.stride(1),
             scaling,
         )
 
@@ -83,14 +72,7 @@ class Call:
         """
         output = torch.empty(*self.query.shape[:3], self.value_dim, dtype=dtype) if last else None
         lse = torch.empty(self.query.shape[:3], dtype=torch.float32) if last else None
-        kernels().kvkeep_attend(
-            address_of(self.struct),
-            address(output),
-            dtype == torch.float32,
-            address(lse),
-            address(state),
-            resumes,
-        )
+        kernels().kvkeep_attend(address_of(self.struct), output, lse, state, resumes)
         return None if output is None or lse is None else (output, lse)
 
     def new_state(self) -> Tensor:
@@ -101,11 +83,10 @@ class Call:
         """Return the attention that each entry received from the ``last`` queries, (lanes, entries) float32: the sum
         over queries of the mean over the groups, or with ``greatest`` the maximum over both. lse: from :meth:`attend`,
         over all entries."""
-        lse = lse.contiguous()
         out = torch.empty(len(self.query), self.entries, dtype=torch.float32)
         queries = self.query.shape[2]
         wanted = queries if last is None else min(last, queries)
-        kernels().kvkeep_received(address_of(self.struct), lse.data_ptr(), wanted, greatest, out.data_ptr())
+        kernels().kvkeep_received(address_of(self.struct), lse.contiguous(), wanted, greatest, out)
         return out
 
 
@@ -290,7 +271,7 @@ def attend_all(
     batch, heads, queries, dim = query.shape
     kv_heads, entries = pieces[0][0].shape[1], sum(keys.shape[2] for keys, _ in pieces)
     grouped = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
-    spans = [Span(keys.flatten(0, 1), values.flatten(0, 1), 0, keys.shape[2]) for keys, values in pieces]
+    spans = [span for keys, values in pieces for span in spans_of(keys.flatten(0, 1), values.flatten(0, 1))]
     if mask is not None:
         mask = mask.expand(-1, -1, queries, -1)[:, 0]
         mask = mask if len(mask) == 1 else mask.repeat_interleave(kv_heads, 0)

@@ -1,23 +1,32 @@
-"""The inputs of the native library: entries in tensors, in codes, or in a sketch, and tables of their addresses."""
+"""The inputs of the native library: entries in tensors, in codes, or in a sketch, and tables of them.
+
+What is compiled of keys and values belongs to this module. It is made once for the same objects, and forgotten with
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.errors import BadCall
 from kvkeep.native.library import library
 from kvkeep.native.structures import (
+    BY_CHANNEL,
+    GROUPED,
     MAX_DIM,
+    PLAIN,
+    SKETCHED,
     TILE_ENTRIES,
-    KvAttention,
     KvPiece,
     Table,
-    address_of,
-    copy_piece,
+    array,
+    copy_pieces,
     piece_table,
+    rows,
 )
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
@@ -90,111 +99,114 @@ _READABLE = {"spans": _in_spans, "grouped": _grouped, "by channel": _by_channel,
 def spans_of(key: Any, value: Any) -> Sequence[Span]:
     """Return keys and values as spans: (lanes, n, dim) each, or coded ones, or a :class:`JoinedSpans`."""
     if isinstance(key, Tensor):
+        if key.stride(-1) != 1 or value.stride(-1) != 1:
+            key, value = key.contiguous(), value.contiguous()
         return [Span(key, value, 0, key.shape[1])]
     return key.spans if isinstance(key, JoinedSpans) else [Span(key, value, 0, key.shape[2])]
 
 
-class SpanTable:
-    """The library's table of spans. Only spans that changed are written again."""
+class Compiled(NamedTuple):
+    """Keys and values in the library's form. It points to their tensors, and does not keep them."""
 
-    def __init__(self) -> None:
-        self._spans: list[tuple[Span, int, int]] = []
-        self._table: Table = piece_table(0)
-
-    def show(self, attention: KvAttention, spans: Sequence[Span]) -> None:
-        """Write ``spans`` into the table, and set it in ``attention``."""
-        if len(spans) != len(self._spans):
-            self._table, self._spans = piece_table(len(spans)), [(span, -1, -1) for span in spans]
-        entries = 0
-        for number, span in enumerate(spans):
-            known, start, stop = self._spans[number]
-            entries += span.stop - span.start
-            if known is not span or start != span.start or stop != span.stop:
-                copy_piece(self._table, number, piece_of(span))
-                self._spans[number] = span, span.start, span.stop
-        attention.pieces, attention.piece_count, attention.entries = address_of(self._table), len(spans), entries
+    pieces: Table
+    """One piece, or one for each of several spans."""
+    entries: int
+    """The number of their entries."""
+    copies: list[Tensor]
+    """Tensors that were made for the library."""
 
 
-def piece_of(span: Span) -> KvPiece:
-    """Return a span as the library reads it, up to date."""
-    if span.compiled is None:
-        piece, rows = KvPiece(), (0, 0)
-        tensors = _describe(piece, span.keys, span.values)
-        if isinstance(span.keys, Tensor):
-            rows = tuple(part.stride(1) * part.itemsize for part in tensors)  # type: ignore[assignment]
-        span.compiled = piece, tensors, (piece.keys or 0, piece.values or 0), rows  # without entries, the address is 0
-    piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
-    piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
-    piece.entries = span.stop - span.start
-    return piece
+_COMPILED: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], Compiled]] = {}
+"""By id of the keys, as long as they live: keys, values, and what was compiled of them."""
 
 
-def _describe(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    """Fill a row of the kernel's table; return the tensors that it points to, some of them copies."""
-    if isinstance(keys, Tensor):
-        return _entries(row, keys, values)
-    by_layout = {"grouped": _describe_codes, "by channel": _describe_channels, "sketched": _describe_estimates}
-    return by_layout[keys.layout](row, keys, values)
+def compiled(keys: Any, values: Any) -> Compiled:
+    """Return keys and values in the library's form, which is made once for the same tensors or codes. Raises BadCall
+    where the library cannot read them."""
+    number = id(keys)
+    known = _COMPILED.get(number)
+    if known is not None and known[0]() is keys and known[1]() is values:
+        return known[2]
+    made = _compiled(keys, values)
+    _COMPILED[number] = weakref.ref(keys, lambda _: _COMPILED.pop(number, None)), weakref.ref(values), made
+    return made
 
 
-def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        keys, values = keys.contiguous(), values.contiguous()
-    row.keys, row.values, (row.lanes, row.entries, _) = keys.data_ptr(), values.data_ptr(), keys.shape
-    row.key_lane_stride, row.key_row_stride, _ = keys.stride()
-    row.value_lane_stride, row.value_row_stride, _ = values.stride()
-    return [keys, values]
+def _compiled(keys: Any, values: Any) -> Compiled:
+    if isinstance(keys, JoinedSpans):
+        return Compiled(table_of(keys.spans), keys.shape[2], [])
+    form = PLAIN if isinstance(keys, Tensor) else _FORMATS[keys.layout]
+    table, copies = piece_table(1), list[Tensor]()
+    table[0].format, table[0].entries = form, keys.shape[-2]
+    _DESCRIBE[form](table[0], keys, values, copies)
+    return Compiled(table, keys.shape[-2], copies)
 
 
-def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.entries, _ = keys.shape
-    row.key_bits, row.value_bits, row.value_group = keys.bits, values.bits, values.width
-    tensors = [
-        part if part[0].is_contiguous() else part.contiguous()
-        for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
-    ]
-    codes, scale, offset = tensors[:3]
-    groups = row.entries // TILE_ENTRIES
-    row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.key_lane_stride, row.key_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.key_row_stride = codes[0].numel() // groups * codes.itemsize
-    codes, scale, offset = tensors[3:]
-    row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
-    row.value_lane_stride, row.value_scale_stride = codes.stride(0) * codes.itemsize, scale.stride(0)
-    row.value_row_stride = codes[0].numel() // groups * codes.itemsize
+def table_of(spans: Sequence[Span]) -> Table:
+    """Return the library's table of some spans."""
+    parts = [compiled(span.keys, span.values) for span in spans]
+    table, number = piece_table(sum(len(one.pieces) for one in parts)), 0
+    for span, one in zip(spans, parts, strict=True):
+        copy_pieces(table, number, one.pieces)
+        narrow(table[number], span, one)
+        number += len(one.pieces)
+    return table
+
+
+def narrow(piece: KvPiece, span: Span, made: Compiled) -> None:
+    """Let a copy of the first piece of ``made`` begin and end with a span of it. The library checks that it has these
+    rows. Raises BadCall for a part of several pieces."""
+    if len(made.pieces) == 1:
+        piece.first, piece.entries = made.pieces[0].first + span.start, span.stop - span.start
+    elif span.start or span.stop != made.entries:
+        raise BadCall("a span of several pages must have all of their rows")
+
+
+def _describe_rows(piece: KvPiece, keys: Tensor, values: Tensor, copies: list[Tensor]) -> None:
+    piece.keys.rows, piece.values.rows = rows(keys), rows(values)
+
+
+def _contiguous(part: Tensor, copies: list[Tensor]) -> Tensor:
+    """Return a tensor whose numbers lie in order. If it is a copy, it is appended to ``copies``."""
+    if part.is_contiguous():
+        return part
+    copies.append(part.contiguous())
+    return copies[-1]
+
+
+def _describe_codes(piece: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
+    piece.values.group, groups = values.width, keys.shape[2] // TILE_ENTRIES
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.bits = part.bits
+        for name, numbers in (("rows", part.codes), ("scale", part.scale), ("offset", part.offset)):
+            lanes = numbers if numbers[:1].is_contiguous() else _contiguous(numbers, copies)
+            setattr(side, name, rows(lanes.view(len(lanes), groups, lanes[0].numel() // max(1, groups))))
     if (mean := getattr(values, "mean", None)) is not None:
-        channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
-        row.value_mean, row.value_deviation = (part.data_ptr() for part in channels)
-        tensors += channels
-    return tensors
+        channels = (_contiguous(part.expand(len(keys.codes), -1, -1), copies) for part in (mean, values.deviation))
+        piece.values.mean, piece.values.deviation = map(array, channels)
 
 
-def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.lanes, _, row.entries, _ = keys.shape
-    row.key_bits = row.value_bits = 8
-    for name, part in (("key", keys), ("value", values)):
-        setattr(row, f"{name}s", part.codes.data_ptr())
-        setattr(row, f"{name}_lane_stride", part.codes.stride(0))
-        setattr(row, f"{name}_row_stride", part.codes.stride(1))
-        setattr(row, f"{name}_scale", part.scale.data_ptr())
-        setattr(row, f"{name}_offset", part.offset.data_ptr())
-        setattr(row, f"{name}_scale_stride", part.scale.stride(0))
-    return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
+def _describe_channels(piece: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.rows, side.scale, side.offset = rows(part.codes), rows(part.scale), rows(part.offset)
 
 
-def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    row.sums, row.lanes, row.entries = keys.at.shape
-    row.use_median = keys.by == "median"
+def _describe_estimates(piece: KvPiece, keys: Any, values: Any, copies: list[Tensor]) -> None:
     places = keys.at.int().contiguous()
-    tensors = [places]
-    row.cell_indices = places.data_ptr()
-    for name, part in (("key", keys), ("value", values)):
-        cells = part.cells.contiguous()
-        tensors.append(cells)
-        setattr(row, f"{name}s", cells.data_ptr())
-        setattr(row, f"{name}_lane_stride", cells.stride(0))
-    if keys.mean is not None:
-        means = [part.mean.float().contiguous() for part in (keys, values)]
-        tensors += means
-        row.key_mean, row.value_mean = (mean.data_ptr() for mean in means)
-    return tensors
+    piece.sums, piece.use_median, piece.cell_indices = len(places), keys.by == "median", array(places)
+    copies.append(places)
+    for side, part in ((piece.keys, keys), (piece.values, values)):
+        side.rows = rows(_contiguous(part.cells, copies))
+        if keys.mean is not None:
+            copies.append(mean := part.mean.float().contiguous())
+            side.mean = array(mean)
+
+
+_FORMATS = {"grouped": GROUPED, "by channel": BY_CHANNEL, "sketched": SKETCHED}
+_DESCRIBE: dict[int, Callable[[KvPiece, Any, Any, list[Tensor]], None]] = {
+    PLAIN: _describe_rows,
+    GROUPED: _describe_codes,
+    BY_CHANNEL: _describe_channels,
+    SKETCHED: _describe_estimates,
+}
+"""By format: the function that fills a piece, and adds the copies that it points to."""

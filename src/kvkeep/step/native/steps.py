@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.errors import BadCall
 from kvkeep.native.library import kernels, library
 from kvkeep.native.structures import (
-    KvAttention,
-    KvInsert,
+    NO_ARRAY,
+    KvPiece,
     KvStep,
     Table,
-    address,
     address_of,
     address_table,
+    array,
     count_table,
+    rows,
 )
-from kvkeep.step.native.entries import SpanTable
+from kvkeep.step.native.entries import compiled, narrow, table_of
 from kvkeep.step.plan import Destination, LayerStep
 
 
@@ -36,10 +41,10 @@ def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
 
 
 def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
-    """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts."""
-    keys, values = keys.contiguous(), values.contiguous()
-    compiled = _compiled(step)
-    kernels().kvkeep_insert(address_of(compiled.struct.insert), len(keys), keys.data_ptr(), values.data_ptr())
+    """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts.
+    Raises BadCall where the step does not fit its tensors."""
+    (form := _form(step)).write(step)
+    kernels().kvkeep_insert(address_of(form.struct.insert), keys.contiguous(), values.contiguous())
 
 
 def run(
@@ -55,19 +60,9 @@ def run(
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
     output = torch.empty(1, row, heads, value.shape[3], dtype=torch.bfloat16)
     lse = torch.empty(row, heads)
-    table = _step_table(steps, tokens)
+    table = _step_table(steps, tokens, (key.shape[1], key.shape[3], value.shape[3]))
     kernels().kvkeep_attend_sessions(
-        address_of(table),
-        len(table),
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        row,
-        heads,
-        False,
-        scaling,
-        output.data_ptr(),
-        lse.data_ptr(),
+        address_of(table), len(table), query, key, value, row, heads, False, scaling, output, lse
     )
     return output
 
@@ -82,7 +77,7 @@ def run_layers(
     for each token. x: (1, tokens, hidden), the input of the first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
-    tables = [_step_table(of_layer, range(len(of_layer))) for of_layer in steps]
+    tables = [_step_table(of_layer, range(len(of_layer))) for of_layer in steps]  # their shapes are the layers'
     counts = count_table([len(table) for table in tables])
     kernels().kvkeep_run_layers(
         address_of(layers),
@@ -90,78 +85,101 @@ def run_layers(
         address_of(scaling),
         len(by_layer),
         address_of(counts),
-        x.shape[1],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        x.data_ptr(),
+        cos,
+        sin,
+        x,
     )
     return x
 
 
-def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int]) -> Table:
-    addresses = []
+def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int], shape: tuple[int, int, int] | None = None) -> Table:
+    """Return a table of steps. shape: KV heads, key_dim and value_dim of the new entries; None: the library knows them.
+    Raises BadCall where a step has others."""
+    addresses: list[int | None] = []
     for step, token in zip(steps, tokens, strict=True):
-        lanes = step.token_lanes
-        for part in step.parts:
-            struct = _compiled(part).struct
-            struct.token, struct.first_lane, struct.token_lanes = token, part.first_lane, lanes
-            addresses.append(address_of(struct))
+        forms = [_form(part) for part in step.parts]
+        lanes = sum(form.lanes for form in forms)
+        if shape is not None and any((lanes, *form.widths) != shape for form in forms):
+            raise BadCall("a step must have the KV heads and the widths of its token")
+        for form, part in zip(forms, step.parts, strict=True):
+            form.write(part)
+            form.struct.token, form.struct.token_lanes = token, lanes
+            addresses.append(form.address)
     return address_table(addresses)
 
 
-def _compiled(step: LayerStep) -> _Compiled:
-    """Return a step in the library's form, up to date."""
-    made = step.compiled
-    if made is None or made.append is not step.append:
-        made = step.compiled = _Compiled(step.append)
-    made.update(step)
-    return made
+class _Form:
+    """One part of a step in the library's form: its keys and values are compiled once, and all else is written for each
+    token. The library checks all of it."""
 
+    def __init__(self, step: LayerStep) -> None:
+        append, evict, reads = step.append, step.evict, [compiled(span.keys, span.values) for span in step.attend]
+        self._reads, self._table = reads, table_of(step.attend)
+        starts = accumulate((len(one.pieces) for one in reads), initial=0)
+        self._pieces: list[KvPiece] = [self._table[start] for start in [*starts][:-1]]
+        self._shown = [(span.start, span.stop) for span in step.attend]
+        self._beside: dict[str, Tensor] = {}  # tensors that the structure points to
+        self.struct = KvStep(reduce_max=step.reduce == "max", first_lane=step.first_lane)
+        self.address = address_of(self.struct)
+        self._insert, self._attention = self.struct.insert, self.struct.attention
+        self._insert.keys, self._insert.values = rows(append.keys), rows(append.values)
+        if evict is not None:
+            self._insert.evicted_keys, self._insert.evicted_values = rows(evict.keys), rows(evict.values)
+        self.lanes, _, dim = append.keys.shape[-3:]
+        self.widths = dim, append.values.shape[-1]
+        attention = self._attention
+        attention.lanes, attention.queries, attention.causal_offset = self.lanes, 1, -1
+        attention.dim, attention.value_dim = self.widths
+        attention.pieces, attention.piece_count = address_of(self._table), len(self._table)
+        if step.seen is not None:
+            attention.mask = rows(step.seen[:, None])
 
-class _Compiled:
-    """A :class:`LayerStep` in the library's form. It is made once, and updated when the step changes."""
-
-    def __init__(self, append: Destination) -> None:
-        self.append = append
-        keys, values = append.keys, append.values
-        attention = KvAttention(
-            lanes=len(keys), queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], causal_offset=-1
-        )
-        self.struct = KvStep(attention, KvInsert())
-        self._insert: KvInsert = self.struct.insert
-        self._attention: KvAttention = self.struct.attention
-        self._insert.keys, self._insert.values = keys.data_ptr(), values.data_ptr()
-        self._insert.key_lane_bytes, self._insert.value_lane_bytes = (
-            part.stride(0) * part.itemsize for part in (keys, values)
-        )
-        self._insert.key_bytes, self._insert.value_bytes = (part.shape[-1] * part.itemsize for part in (keys, values))
-        self._table = SpanTable()
-
-    def update(self, step: LayerStep) -> None:
-        insert, append, evict, ranks = self._insert, step.append, step.evict, step.ranks
-        insert.column, insert.new_slot = append.row, step.slot
-        insert.slots, insert.scores = address(append.slots), address(append.scores)
-        insert.extra, insert.newest = address(append.extra), address(append.newest)
-        insert.new_scores = address(step.new_scores)
-        insert.ranks = address(ranks)
+    def write(self, step: LayerStep) -> None:
+        """Write what changes with every token. Raises BadCall for a tensor that the library cannot read."""
+        insert, append, evict = self._insert, step.append, step.evict
+        for number, span in enumerate(step.attend):
+            if self._shown[number] != (bounds := (span.start, span.stop)):
+                narrow(self._pieces[number], span, self._reads[number])
+                self._shown[number] = bounds
+        self._attention.entries = step.entries
+        insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
         if append.slots is not None:
             insert.columns = append.slots.shape[1]
-        if ranks is not None:
-            insert.integer_ranks, insert.oldest_first = ranks.dtype == torch.int32, step.oldest
-        if evict is None:
-            insert.evicted_keys = None
-        else:
-            self._evict(evict)
-        self.struct.received, self.struct.reduce_max = address(step.received), step.reduce == "max"
-        self._attention.mask = address(step.seen)
-        self._attention.mask_lane_stride = 0 if step.seen is None else step.seen.stride(0)
-        self._table.show(self._attention, step.attend)
+            self._show("", append)
+        insert.ranks, insert.new_scores = array(step.ranks), array(step.new_scores)
+        if evict is not None:
+            insert.evicted_row = evict.row
+            if evict.slots is not None:
+                self._show("evicted_", evict)
+        self.struct.received = NO_ARRAY if step.received is None else array(step.received)
 
-    def _evict(self, evict: Destination) -> None:
-        insert, keys, values = self._insert, evict.keys, evict.values
-        insert.evicted_key_lane_bytes = keys.stride(0) * keys.itemsize
-        insert.evicted_value_lane_bytes = values.stride(0) * values.itemsize
-        insert.evicted_keys = keys.data_ptr() + evict.row * keys.stride(1) * keys.itemsize
-        insert.evicted_values = values.data_ptr() + evict.row * values.stride(1) * values.itemsize
-        insert.evicted_slots, insert.evicted_scores = address(evict.slots), address(evict.scores)
-        insert.evicted_extra, insert.evicted_newest = address(evict.extra), address(evict.newest)
+    def _show(self, prefix: str, one: Destination) -> None:
+        """Let the structure point to what lies beside entries, unless it does so already."""
+        for name in ("slots", "scores", "extra", "newest"):
+            tensor = getattr(one, name)
+            if self._beside.get(prefix + name) is not tensor:
+                setattr(self._insert, prefix + name, array(tensor))
+                self._beside[prefix + name] = tensor
+
+
+_FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]]]] = {}
+"""By what :func:`_form` says, as long as all keys and values live."""
+
+
+def _form(step: LayerStep) -> _Form:
+    """Return the form of the steps with these keys, values and ``seen``, which is made once. Steps with slots have
+    other forms than those without."""
+    append, evict, seen = step.append, step.evict, step.seen
+    parts = [append.keys, append.values]
+    if seen is not None:
+        parts.append(seen)
+    if evict is not None:
+        parts += evict.keys, evict.values
+    for span in step.attend:
+        parts += span.keys, span.values
+    has_slots = append.slots is not None, evict is not None and evict.slots is not None
+    name = (step.first_lane, step.reduce, seen is None, evict is None, has_slots, *map(id, parts))
+    known = _FORMS.get(name)
+    if known is None:
+        known = _FORMS[name] = _Form(step), [weakref.ref(one, lambda _: _FORMS.pop(name, None)) for one in parts]
+    return known[0]

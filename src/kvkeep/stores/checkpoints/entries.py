@@ -14,7 +14,7 @@ from kvkeep.memory.places import Place
 from kvkeep.memory.recent_pages import RecentPages
 from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated, pick_each
 from kvkeep.step import native
-from kvkeep.step.plan import Destination, JoinedSpans, Span
+from kvkeep.step.plan import Destination, FullPages, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
@@ -46,7 +46,7 @@ class EntryCheckpoint(Checkpoint):
     ) -> None:
         self.spec, self.home, self.capacity = spec, home, spec.capacity
         self.device, self.meter, self.page = device, meter, page
-        self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer: version of the pages, and spans
+        self._full = {layer: FullPages() for layer in layers}
         self._rows = {layer: (rows_of(home, spec, beginning), rows_of(home, spec, beginning)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -87,14 +87,11 @@ class EntryCheckpoint(Checkpoint):
             isinstance(keys, PagedRows) and isinstance(values, PagedRows) and keys.pages and stop > keys.starts[-1]
         ):
             return None
-        known = self._spans.get(layer)
-        if known is None or known[0] != (keys.changes, values.changes):
-            if keys.pages[0].device != self.device:
-                return None
-            spans = [Span(key, value, 0, key.shape[1]) for key, value in zip(keys.pages, values.pages, strict=True)]
-            known = self._spans[layer] = (keys.changes, values.changes), spans
-        known[1][-1].stop = stop - keys.starts[-1]
-        return known[1]
+        if keys.pages[0].device != self.device:
+            return None
+        full = self._full[layer].span(keys.pages[:-1], values.pages[:-1])
+        last = Span(keys.pages[-1], values.pages[-1], 0, stop - keys.starts[-1])
+        return [last] if full is None else [full, last]
 
     def next_row(self, layer: int) -> Destination | None:
         keys, values = (rows.next_row() if isinstance(rows, PagedRows) else None for rows in self._rows[layer])

@@ -3,6 +3,9 @@
 Keys are quantised per channel over groups of 32 entries, values per entry over groups of 32 channels (KIVI,
 arXiv:2402.02750, section 3): x = offset + scale * code. For one query keys and values are multiplied without decoding:
 scale and offset are folded into the query (keys) or into the weights (values).
+
+Precision tiers normalise values by channel and have one scale for each entry (:class:`NormalisedValues`). Entries that
+wait for a full group have a scale for each channel, set in advance (:class:`ByChannel`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.stores.evicted.groups import GROUP
+
+MARGIN = 0.5
+"""The distance of bounds set in advance beyond the range of the present numbers, as a share of the range."""
 
 FINE = 2.0**-8
 """The step of codes of 16 bits: these have 8 binary places more than codes of 8 bits, and are centred at 0."""
@@ -136,6 +142,90 @@ class CodedValues(Codes):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self._numbers().transpose(2, 3).flatten(3).flatten(1, 2).to(dtype)
+
+
+@dataclass(frozen=True)
+class NormalisedValues(Codes):
+    """Values of some lanes, normalised by channel: codes (lanes, entries, dim packed), scale and offset (lanes,
+    entries, 1)."""
+
+    mean: Tensor
+    """The mean of each channel, (lanes, 1, dim)."""
+    deviation: Tensor
+    """The standard deviation of each channel, (lanes, 1, dim)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.codes.shape[0], 1, self.codes.shape[1], self.mean.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Channels of a part: all."""
+        return self.mean.shape[2]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        mixed = multiplied(weights * self.scale.float().transpose(1, 2), self.codes, self.bits)
+        mixed += weights @ self.offset.float()
+        return mixed.mul_(self.deviation).add_(weights.sum(-1, keepdim=True) * self.mean)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self._numbers().mul_(self.deviation).add_(self.mean).to(dtype)
+
+
+@dataclass(frozen=True)
+class ByChannel:
+    """Keys or values offset + scale * code, with a scale and an offset for each channel."""
+
+    layout: ClassVar[str] = "by channel"
+
+    codes: Tensor
+    """(lanes, entries, dim)"""
+    scale: Tensor
+    """(lanes, 1, dim)"""
+    offset: Tensor
+    """(lanes, 1, dim)"""
+
+    @classmethod
+    def within(
+        cls, numbers: Tensor, there: Tensor | None, entries: int, codes: torch.dtype, scales: torch.dtype
+    ) -> ByChannel:
+        """Return codes for ``entries`` to come, whose bounds are those of ``numbers`` (lanes, n, dim), widened by
+        :data:`MARGIN`. there: (lanes, n) bool, which of the numbers are entries; None: all."""
+        lanes, count, dim = numbers.shape
+        low = high = numbers.float()
+        if there is not None:
+            low, high = (low.masked_fill(~there[..., None], end) for end in (float("inf"), float("-inf")))
+        low, high = low.amin(1, keepdim=True), high.amax(1, keepdim=True)
+        low, high = (end.masked_fill(low > high, 0.0) for end in (low, high))  # for lanes without entries
+        reach = (high - low) * (0.5 + MARGIN)
+        if count < GROUP:  # the bounds of a few entries are too narrow
+            reach += torch.maximum(-low, high).amax(2, keepdim=True)
+        scale = (reach / torch.iinfo(codes).max).to(scales).clamp_(min=torch.finfo(scales).tiny)
+        return cls(numbers.new_zeros(lanes, entries, dim, dtype=codes), scale, ((low + high) / 2).to(scales))
+
+    def encoded(self, numbers: Tensor) -> Tensor:
+        """Return the codes of numbers (lanes, n, dim), clamped to the bounds."""
+        largest = torch.iinfo(self.codes.dtype).max
+        return ((numbers - self.offset.float()) / self.scale).round_().clamp_(-largest, largest)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim)."""
+        lanes, entries, dim = self.codes.shape
+        return lanes, 1, entries, dim
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Return the products with ``query`` (lanes, rows, dim): (lanes, rows, entries) float32."""
+        query = query.float()
+        products = (query * self.scale) @ self.codes.float().transpose(1, 2)
+        return products.add_(query @ self.offset.float().transpose(1, 2))
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
+        return (weights @ self.codes.float()).mul_(self.scale).add_(weights.sum(-1, keepdim=True) * self.offset)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return (self.codes.float() * self.scale.float()).add_(self.offset.float()).to(dtype)
 
 
 def encode_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Evicted entries in another form, by groups of 32, in a ring of a fixed number of groups or in memory that grows."""
+"""Evicted entries in another form, by groups of 32: a store keeps the newest groups, or groups in precision tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from kvkeep.contracts.site import PredictedBytes
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each, within
-from kvkeep.memory.meter import nbytes
+from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.step import native
-from kvkeep.step.plan import Destination, LayerStep, Span
+from kvkeep.step.plan import Destination, Span, StoreShare
 from kvkeep.stores.slots import codes_of
 
 GROUP = 32
@@ -51,22 +51,58 @@ class Codec(ABC):
         are -1."""
 
 
-@dataclass(eq=False)
+class FewBits(Codec):
+    """Entries as codes, which attention reads without decoding."""
+
+    kept = EntryState.QUANTISED
+    as_kept = True
+    meter: Meter
+
+    @abstractmethod
+    def coded(self, parts: list[Tensor]) -> tuple[Any, Any]:
+        """Return keys and values as codes."""
+
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+        keys, values = self.coded(parts)
+        size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])  # numbers that attention decodes codes into
+        self.meter.hold(size)
+        yield Piece(keys, values, slots.flatten(1), holes=holes)
+        self.meter.hold(-size)
+
+
+class EncodedGroups(NamedTuple):
+    """Encoded groups of one codec."""
+
+    codec: Codec
+    parts: list[Tensor]
+    """(lanes, groups, ...)"""
+    slots: Tensor
+    """(lanes, groups, GROUP)"""
+    holes: bool
+    """Whether some slots are -1."""
+
+
+@dataclass(frozen=True, eq=False)
 class View:
     """What the planned steps of some lanes read and write. It is valid until a group is written."""
 
     lanes: slice
     """Which lanes."""
-    spans: list[Span]
-    """Groups, then waiting entries."""
+    coded_spans: list[Span]
+    """The groups."""
+    waiting: tuple[Tensor, Tensor, Tensor]
+    """Keys, values (lanes, GROUP, dim) of waiting entries, and the slots that steps evict, (lanes, 1)."""
     seen: Tensor | None
     """:attr:`LayerStep.seen`; None: no place is empty."""
     coded: int
     """The number of entries of the groups that are read."""
-    evict: Destination
-    """The waiting entries' tensors."""
     readable: bool
     """Whether the native library reads the spans."""
+
+    def spans(self, count: int) -> list[Span]:
+        """Return the groups, and ``count`` waiting entries."""
+        keys, values, _ = self.waiting
+        return [*self.coded_spans, Span(keys, values, 0, count)] if count else self.coded_spans
 
     def holds(self, lanes: int, rows: int) -> bool:
         """Return whether it is of ``lanes`` lanes, and of at least ``rows`` resident entries."""
@@ -75,24 +111,92 @@ class View:
 
 
 class Groups(EvictedStore):
-    """Entries wait unchanged until they form a group, which ``codec`` encodes. capacity: the maximum number of groups;
-    beyond it a new group overwrites the oldest. None: no limit."""
+    """Entries wait until they form a group, which is then encoded."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Tensor] = []
+        """Keys and values (lanes, GROUP, dim), slots (lanes, GROUP), and what else is known of each entry."""
+        self.count = 0
+        """The number of waiting entries."""
+        self.gaps = False
+        """Whether some slots of waiting entries are -1."""
+
+    @abstractmethod
+    def groups(self) -> Iterator[EncodedGroups]:
+        """Yield the encoded groups, as views."""
+
+    def waits(self, count: int) -> tuple[Any, Any]:
+        """Return the first ``count`` waiting keys and values as attention reads them, (lanes, 1, count, dim)."""
+        keys, values, *_ = self.waiting
+        return keys[:, None, :count], values[:, None, :count]
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        for kept in self.groups():
+            yield from kept.codec.read(query, kept.parts, kept.slots, kept.holes)
+        if self.count:
+            yield Piece(*self.waits(self.count), self.waiting[2][:, : self.count], holes=self.gaps)
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        found = [(kept.slots.flatten(1), kept.codec.kept) for kept in self.groups()]
+        if self.count:
+            found.append((self.waiting[2][:, : self.count], EntryState.RESIDENT))
+        return codes_of(lanes, length, found)
+
+    def truncate(self, length: int, resident: WorkingSet) -> None:
+        for slots in self._emptied():
+            slots.masked_fill_(slots >= length, -1)
+
+    def _emptied(self) -> Iterator[Tensor]:
+        """Yield all slots, as views, some of which the caller replaces by -1."""
+        if self.waiting:
+            self.gaps = True
+            yield from (kept.slots for kept in self.groups())
+            yield self.waiting[2][:, : self.count]
+
+    @abstractmethod
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return all tensors, by the name of their holder: fewer than ten each."""
+
+    @abstractmethod
+    def put(self, named: dict[str, list[Tensor]]) -> None:
+        """Replace all tensors, in the form that :meth:`tensors` returns."""
+
+    def select(self, lanes: Tensor) -> None:
+        tensors = self.tensors().items()
+        self.put({name: [one.index_select(0, lanes.to(one.device)) for one in parts] for name, parts in tensors})
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"{name}.{number}": one for name, parts in self.tensors().items() for number, one in enumerate(parts)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        named: dict[str, list[Tensor]] = {}
+        for key in sorted(key for key in state if "." in key):
+            named.setdefault(key.partition(".")[0], []).append(state[key])
+        self.put(named)
+
+
+class NewestGroups(Groups):
+    """The newest groups. capacity: the maximum number of groups; beyond it a new group overwrites the oldest. None: no
+    limit."""
 
     def __init__(self, capacity: int | None, codec: Codec) -> None:
+        super().__init__()
         self.capacity, self.codec = capacity, codec
-        self.waiting: list[Tensor] = []  # keys, values (lanes, GROUP, dim), slots (lanes, GROUP)
-        self.count = 0  # number of waiting entries
         self.parts: list[Tensor] = []  # (lanes, groups, ...)
         self.slots: Tensor | None = None  # (lanes, groups, GROUP)
         self.written = 0  # number of groups written
         self.holes = False  # whether some slots are -1
-        self.gaps = False  # whether some slots of waiting entries are -1
         self._evicted = torch.empty(0)  # slots that a planned step evicts, (lanes, 1), -1 for none
         self._views: dict[int, View] = {}  # by first lane; valid for these tensors
 
     @property
     def kept(self) -> int:
         return self.written if self.capacity is None else min(self.written, self.capacity)
+
+    def groups(self) -> Iterator[EncodedGroups]:
+        if self.kept and self.slots is not None:
+            parts = [part[:, : self.kept] for part in self.parts]
+            yield EncodedGroups(self.codec, parts, self.slots[:, : self.kept], self.holes)
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         rows = left[:3]
@@ -131,34 +235,27 @@ class Groups(EvictedStore):
             part[:, : self.kept] = before[:, : self.kept]
         *self.parts, self.slots = fresh
 
-    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        if self.kept and self.slots is not None:
-            yield from self.codec.read(query, self._kept_parts(), self.slots[:, : self.kept], self.holes)
-        if self.count:
-            keys, values, slots = (rows[:, : self.count] for rows in self.waiting)
-            yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
-
-    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
+    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
         if not self.waiting or not self.codec.as_kept or (evicts and self.count == GROUP - 1):
             return None  # a first group begins, or a group is encoded
         if not native.can_read(*self.waiting[:2]):
             return None
-        rows = step.append.keys
-        view = self._view(step.first_lane, len(rows), rows.shape[1])
+        view = self._view(first_lane, len(append.keys), append.keys.shape[1])
         if not view.readable:
             return None
-        step.seen, view.spans[-1].stop = view.seen, self.count + evicts
+        evict = None
         if evicts:
-            step.evict, view.evict.row = view.evict, self.count
+            keys, values, slots = view.waiting
+            evict = Destination(keys, values, self.count, slots)
         else:
             self._evicted[view.lanes] = -1
-        return view.spans if self.count + evicts else view.spans[:-1]
+        return StoreShare(view.spans(self.count + evicts), evict, view.seen)
 
-    def commit(self, slot: int | None) -> None:
+    def commit(self) -> None:
         keys, values, slots = self.waiting
         place = slots[:, self.count]
-        place.copy_(self._evicted[:, 0]) if slot is None else place.fill_(slot)
-        if slot is None and bool((empty := place < 0).any()):  # these lanes evicted nothing in this step
+        place.copy_(self._evicted[:, 0])
+        if bool((empty := place < 0).any()):  # these lanes evicted nothing in this step
             keys[empty, self.count], values[empty, self.count], self.gaps = 0, 0, True
             if any(view.seen is None for view in self._views.values()):
                 self._views = {}
@@ -172,9 +269,7 @@ class Groups(EvictedStore):
             return None
         if not self.waiting:
             return ()
-        spans = self._view(0, len(self.waiting[2]), 0).spans
-        spans[-1].stop = self.count
-        return spans if self.count else spans[:-1]
+        return self._view(0, len(self.waiting[2]), 0).spans(self.count)
 
     def _view(self, first: int, lanes: int, rows: int) -> View:
         """Return what steps of ``lanes`` lanes from ``first`` on read before their at most ``rows`` resident entries:
@@ -191,50 +286,37 @@ class Groups(EvictedStore):
             pieces = self.codec.read(keys[:0], parts, groups[:, start:stop], False)
             spans += [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in pieces]
         coded = sum(span.entries for span in spans)
-        spans.append(Span(keys, values, 0, 0))
-        readable = all(native.can_read(span.keys, span.values) for span in spans)
+        readable = all(native.can_read(span.keys, span.values) for span in spans) and native.can_read(keys, values)
         if readable and (self.holes or self.gaps):
             seen = torch.ones(lanes, coded + GROUP + rows, dtype=torch.bool, device=keys.device)
             known = [*(groups[:, start:stop].flatten(1) for start, stop in runs), slots[:, : self.count]]
             seen[:, : coded + self.count] = torch.cat(known, 1) >= 0
         if len(self._evicted) != len(self.waiting[2]):
             self._evicted = self.waiting[2].new_full((len(self.waiting[2]), 1), -1)
-        view = View(which, spans, seen, coded, Destination(keys, values, 0, self._evicted[which]), readable)
+        view = View(which, spans, (keys, values, self._evicted[which]), seen, coded, readable)
         self._views[first] = view
         return view
 
-    def _kept_parts(self) -> list[Tensor]:
-        return [part[:, : self.kept] for part in self.parts]
+    def _emptied(self) -> Iterator[Tensor]:
+        if self.waiting:
+            self.holes, self._views = True, {}
+        return super()._emptied()
 
-    def states(self, lanes: int, length: int) -> Tensor:
-        found = [(self.slots[:, : self.kept].flatten(1), self.codec.kept)] if self.slots is not None else []
-        if self.count:
-            found.append((self.waiting[2][:, : self.count], EntryState.RESIDENT))
-        return codes_of(lanes, length, found)
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return {"waiting": self.waiting, "groups": [] if self.slots is None else [*self.parts, self.slots]}
 
-    def truncate(self, length: int, resident: WorkingSet) -> None:
-        for slots in (self.slots, *self.waiting[2:]):
-            if slots is not None:
-                self.holes, self.gaps, self._views = True, True, {}
-                slots.masked_fill_(slots >= length, -1)
-
-    def select(self, lanes: Tensor) -> None:
-        self._views = {}
-        self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
-        self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
-        self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
+    def put(self, named: dict[str, list[Tensor]]) -> None:
+        self._views, self.waiting = {}, named.get("waiting", [])
+        if named.get("groups"):
+            *self.parts, self.slots = named["groups"]
 
     def state(self) -> dict[str, Tensor]:
-        saved = {"counts": torch.tensor([self.count, self.written, self.holes, len(self.waiting), len(self.parts)])}
-        every = [*self.waiting, *self.parts, *([] if self.slots is None else [self.slots])]
-        return saved | {str(number): tensor for number, tensor in enumerate(every)}
+        return super().state() | {"counts": torch.tensor([self.count, self.gaps, self.written, self.holes])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        self.count, self.written, holes, waiting, parts = state["counts"].tolist()
-        self.holes, self.gaps, self._views = bool(holes), True, {}  # ``gaps`` is not saved
-        every = [state[str(number)] for number in range(len(state) - 1)]
-        self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
-        self.slots = every[-1] if parts else None
+        super().restore(state)
+        self.count, gaps, self.written, holes = state["counts"].tolist()
+        self.gaps, self.holes = bool(gaps), bool(holes)
 
     def check(self, extent: Extent) -> None:
         within("counts", self.count, 0, GROUP)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.contracts.entries import gathered
+
 ROUNDS = 12
 """The maximum number of rounds that take all local minima; pairs that are still undecided wait for the next pass."""
 
@@ -27,7 +29,7 @@ class Pairs:
     output: Tensor | None
     """(lanes, 1, value_dim), the layer's output, averaged in the same way; None where the store does not record it."""
     clues: tuple[Tensor, Tensor] | None
-    """Further data of each entry (:meth:`~kvkeep.stores.evicted.merge_neighbours.MergeNeighbours.clues`)."""
+    """Further data of each entry (:meth:`~kvkeep.stores.evicted.neighbours.MergeNeighbours.clues`)."""
     real: Tensor
     """(lanes, pairs) bool; False marks an empty place."""
 
@@ -160,11 +162,6 @@ def merge(
 def _from_end(counts: Tensor) -> Tensor:
     """Return the sum of the counts from each entry on."""
     return counts.flip(1).cumsum(1).flip(1)
-
-
-def gathered(rows: Tensor, index: Tensor) -> Tensor:
-    """Return the rows ``index`` of each lane."""
-    return rows.gather(1, index if rows.ndim == 2 else index[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def _written(rows: Tensor, index: Tensor, new: Tensor, real: Tensor) -> Tensor:

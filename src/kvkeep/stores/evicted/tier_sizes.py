@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from kvkeep.contracts.site import PredictedBytes
 from kvkeep.geometry import LayerGeometry
 from kvkeep.stores.evicted.groups import GROUP
-from kvkeep.stores.evicted.waiting import waiting_bytes
 
 
 class Bits(NamedTuple):
@@ -49,8 +50,8 @@ def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
     return reach(low if size(high) > limit else high)
 
 
-def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> PredictedBytes:
-    """Return the bytes of one layer's tiers, with ``limit`` bytes a lane, ``without`` a part. left: the number of
+def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int]) -> PredictedBytes:
+    """Return the bytes of one layer's tiers, with ``limit`` bytes a lane. left: the number of
     entries that a lane evicts in each pass. Groups never move up a tier, so the function repeats every pass."""
     if not sum(left):
         return PredictedBytes()
@@ -69,7 +70,7 @@ def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int]
         peak = max(peak, sum(count * cost for count, cost in zip(groups_held, costs, strict=True)))
     groups, numbers = sum(groups_held), layer.key_dim + layer.value_dim
     coded = sum(count * cost for count, cost in zip(groups_held, costs, strict=True))
-    size = coded + numbers * waiting_bytes(width, without != "waiting")
+    size = coded + numbers * waiting_bytes(width)
     return PredictedBytes(
         compressed=layer.kv_heads * (size + (channels if groups else 0)),
         bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
@@ -97,3 +98,15 @@ def group_bytes(key_dim: int, value_dim: int, bits: Bits) -> int:
 def channel_bytes(value_dim: int) -> int:
     """Return the bytes of the mean and deviation of one lane's channels."""
     return 8 * value_dim
+
+
+def waiting_form(width: int) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of the codes of waiting entries, and that of their scales and offsets, for a model whose numbers
+    have ``width`` bytes."""
+    return (torch.int8, torch.float16) if width <= 2 else (torch.int16, torch.float32)
+
+
+def waiting_bytes(width: int) -> int:
+    """Return the bytes of one channel of a waiting group."""
+    codes, scales = waiting_form(width)
+    return GROUP * codes.itemsize + 2 * scales.itemsize

@@ -23,7 +23,6 @@ from kvkeep.memory.meter import nbytes
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed, attended_exactly
 from kvkeep.stores.readers.round import Round, RoundPhase
-from kvkeep.stores.resident.draft_tail import DraftTail
 from kvkeep.stores.resident.reselection import reselect
 
 VOTERS = 32
@@ -56,7 +55,7 @@ class DraftAndVerify(Backed):
         """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
         only the backing has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
-        only_backed = not (store.keeps or store.makes_room)
+        only_backed = not (store.keeps or store.neighbours)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
 
     # -- a forward pass -----------------------------------------------------------------------------
@@ -82,17 +81,20 @@ class DraftAndVerify(Backed):
     def _draft(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Attend, with one query a row, over the resident entries, the store, and the tail."""
         self._stash(layer)
-        segments = [layer.segment(piece, step, None) for piece in DraftTail(layer.resident.banks).pieces(self.waiting)]
+        banks = [bank for bank in layer.resident.banks if bank.columns and bank.used + self.waiting]
+        segments = [layer.segment(bank.piece(self.waiting), step, None) for bank in banks]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         segments += [layer.segment(piece, step, None) for piece in evicted]
         return attend(step.query, segments, step.scaling)[0]
 
     def _stash(self, layer: Layer) -> None:
-        """Put the pending entries into the tail."""
+        """Put the pending entries into the tail of the banks, behind those that wait there."""
         if layer.pending is None:
             return
         (keys, values), layer.pending = layer.pending, None
-        DraftTail(layer.resident.banks).write(keys, values, self.waiting)
+        for bank in layer.resident.banks:
+            span = slice(bank.used + self.waiting, bank.used + self.waiting + keys.shape[1])
+            bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)
         self.waiting += keys.shape[1]
 
     def _remember(self, layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
@@ -111,7 +113,7 @@ class DraftAndVerify(Backed):
     def commit(self, layer: Layer, count: int, agreed: bool) -> None:
         """Keep the first ``count`` of the verified entries that wait. agreed: the whole draft was right. If it was not
         and :meth:`choose` follows, that method learns their attention."""
-        keys, values = DraftTail(layer.resident.banks).read(count)
+        keys, values = layer.resident.banks.tail_entries(count)
         self.waiting, voters = 0, self._voters
         layer.pending = keys, values
         layer.resident.arrive(keys, values)

@@ -54,8 +54,7 @@ class RecalledBlocks(ReadEvicted):
         if self.choice.gone != self._gone:
             return None
         near = _last(step.attend, layer.length + 1 - self.choice.blocks * self.choice.size)
-        step.attend = near if self._copies is None else [self._copies, *near]
-        return step
+        return step._replace(attend=near if self._copies is None else [self._copies, *near])
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         if self._exactly(layer):
@@ -68,7 +67,7 @@ class RecalledBlocks(ReadEvicted):
         settled = layer.attends_settled(step)
         if settled:
             layer.settle()
-        taken = layer.evicted.taken or 0
+        taken = layer.resident.evicted
         if self.first:  # all layers have taken as many
             older = min(taken, max(0, layer.length - self.entries))  # after a crop newer ones are in the checkpoint
             self.choice.choose(older // self.choice.size, step.new, self._gone)

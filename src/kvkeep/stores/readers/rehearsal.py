@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,10 +44,7 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     stream.roll_back()
     length, windows = cache.ledger.length, noted([cache.layers[layer.index] for layer in cache.geometry.sliding_layers])
     states = [(state, state.copied()) for state in cache.made.states.values()]
-    before = {name: getattr(stream, name) for name in _SET}
     readers_before = [layer.reader for layer in layers]
-    stream.rehearsing, stream.chunk, stream.pass_hooks = True, sys.maxsize, ()
-    stream.on_progress = stream.on_block = None
     for layer, reader in zip(layers, readers, strict=True):
         layer.reader = reader
 
@@ -61,16 +57,13 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             state.restore(copy, length)
         cache.ledger.truncate(length)
 
-    try:
-        yield forget
-    finally:
-        stream.open = False
-        forget()
-        for layer, reader in zip(layers, readers_before, strict=True):
-            layer.reader = reader
-        for name, value in before.items():
-            setattr(stream, name, value)
+    with stream.rehearsal():
+        try:
+            yield forget
+        finally:
+            forget()
+            for layer, reader in zip(layers, readers_before, strict=True):
+                layer.reader = reader
 
 
-_SET = ("rehearsing", "chunk", "on_progress", "on_block", "pass_hooks", "earlier_outputs", "last_outputs")
 """Attributes of a stream that a pass or a rehearsal sets."""

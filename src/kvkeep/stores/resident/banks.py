@@ -8,22 +8,22 @@ eviction moves no other entry: the new entry overwrites the evicted one.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.entries import EvictedEntries, Piece, gathered
 from kvkeep.memory.extent import Extent, ShapeError, fits, within
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import up
-from kvkeep.step.plan import Destination, LayerStep, Span
 
 BLOCK = 128
 """The number of columns by which a bank grows, up to its budget."""
@@ -59,8 +59,6 @@ class Bank:
     """The number of columns in use: those that may hold an entry."""
     vacant: int = 0
     """The number of empty columns in use: the largest of any lane."""
-    _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # valid while keys and values stay
-    _parts: list[tuple[slice, LayerStep, Span]] = field(default_factory=list, repr=False)  # as valid as `_next`
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the part of ``rows``, a tensor by lane, for this bank's lanes."""
@@ -90,6 +88,11 @@ class Bank:
         else:
             self.scored()[:, : self.used] = scores
 
+    def move_beside(self, slots: Tensor, scores: Tensor | None) -> None:
+        """Keep slots and scores in these tensors from now on: parts of the tensors of a group of layers, which has
+        copied them there."""
+        self.slots, self.scores = slots, scores
+
     def counted(self) -> tuple[Tensor, Tensor]:
         """Return :attr:`extra` and :attr:`newest`, zeros where nothing was merged yet."""
         if self.extra is None or self.newest is None:
@@ -104,64 +107,27 @@ class Bank:
         keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
         return Piece(keys, values, self.slots[:, : self.used], holes=holes, extra=extra, lanes=self.lanes)
 
-    def next_step(self, slot: int, seen: int) -> tuple[LayerStep, Span]:
-        """Return a step that writes the entry of ``slot`` in each lane, and a span of the first ``seen`` columns. The
-        entry takes the first unused column, unless the caller adds ranks. The objects are the same every time; they
-        have keys and values only."""
-        if self._next is None:
-            self._next = LayerStep(Destination(self.keys, self.values)), Span(self.keys, self.values, 0, seen)
-        step, span = self._next
-        step.append.row, step.slot, span.stop = self.used, slot, seen
-        return step, span
-
-    def next_parts(self, slot: int, seen: int) -> list[tuple[slice, LayerStep, Span]]:
-        """Return the steps of :meth:`next_step` for lanes that lie one after the other in a row: a single one if this
-        bank has all of them, else one for each lane. Before each: its lanes within the bank."""
-        if not self._parts:
-            lanes = [None] if self.lanes is None else self.lanes.tolist()
-            for number, lane in enumerate(lanes):
-                rows = slice(None) if lane is None else slice(number, number + 1)
-                keys, values = self.keys[rows], self.values[rows]
-                step = LayerStep(Destination(keys, values), first_lane=lane or 0)
-                self._parts.append((rows, step, Span(keys, values, 0, seen)))
-        for _, step, span in self._parts:
-            step.append.row, step.slot, span.stop = self.used, slot, seen
-        return self._parts
-
-    def advance(self) -> None:
-        """Note that a planned step has run."""
-        self.used = min(self.columns, self.used + 1)
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the scores and ranks of a planned step."""
-        for _, step, _ in self._parts:
-            step.ranks = step.new_scores = step.append.slots = step.append.scores = None
+    @functools.cached_property
+    def runs(self) -> list[tuple[int, slice, Tensor, Tensor]]:
+        """Lanes that lie one after the other in a row: a single run if this bank has all lanes, else one for each. For
+        each run its first lane, its lanes within the bank, and views of its keys and values."""
+        if self.lanes is None:
+            return [(0, slice(None), self.keys, self.values)]
+        places = [slice(number, number + 1) for number in range(len(self.lanes))]
+        return [
+            (lane, rows, self.keys[rows], self.values[rows])
+            for lane, rows in zip(self.lanes.tolist(), places, strict=True)
+        ]
 
     def counts(self) -> Tensor:
         """Return the number of tokens that each column in use stands for, (lanes, used) float32, 0 for an empty one."""
         there = (self.slots[:, : self.used] >= 0).float()
         return there if self.extra is None else there * (1 + self.extra[:, : self.used])
 
-    def at(self, columns: Tensor, scored: bool) -> EvictedEntries:
-        """Return copies of the entries in ``columns`` (lanes, n). scored: with scores."""
-        index = columns[..., None]
-        keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
-        scores, extra, newest = (
-            None if one is None else one.gather(1, columns)
-            for one in (self.scored() if scored else None, self.extra, self.newest)
-        )
-        return EvictedEntries(keys, values, self.slots.gather(1, columns), scores, extra, newest)
-
-    def empty_entries(self, scored: bool) -> EvictedEntries:
-        """Return empty tensors for one evicted entry of each lane."""
-        keys, values = (rows.new_empty(len(rows), 1, rows.shape[2]) for rows in (self.keys, self.values))
-        slots, scores, extra, newest = (
-            None if one is None else one.new_empty(len(one), 1)
-            for one in (self.slots, self.scored() if scored else None, self.extra, self.newest)
-        )
-        assert slots is not None
-        return EvictedEntries(keys, values, slots, scores, extra, newest)
+    def entries(self, scored: bool) -> EvictedEntries:
+        """Return all columns, without a copy. scored: with scores."""
+        scores = self.scored() if scored else None
+        return EvictedEntries(self.keys, self.values, self.slots, scores, self.extra, self.newest)
 
     def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
         lanes = extent.lanes if self.lanes is None else len(self.lanes)
@@ -313,11 +279,19 @@ class Banks:
                     continue
                 if getattr(bank, name) is None:
                     setattr(bank, name, rows.new_zeros(bank.slots.shape))
-                index = chosen.view(*chosen.shape, *(1,) * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:])
-                getattr(bank, name)[:, : chosen.shape[1]] = bank.of(rows).gather(1, index)
+                getattr(bank, name)[:, : chosen.shape[1]] = gathered(bank.of(rows), chosen)
             bank.recount()
             self.banks.append(bank)
         return stays & (entries.slots >= 0)
+
+    def tail_entries(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first keys and values of the tail, (lanes, ``count``, dim)."""
+        first = self.banks[0]
+        keys, values = (part.new_empty(self.lanes, count, part.shape[2]) for part in (first.keys, first.values))
+        for bank in self.banks:
+            span = slice(bank.used, bank.used + count)
+            keys[bank.index], values[bank.index] = bank.keys[:, span], bank.values[:, span]
+        return keys, values
 
     def resident_slots(self, length: int, unmerged: bool = False) -> Tensor:
         device = self.banks[0].slots.device if self.banks else None

@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import EvictedEntries
+from kvkeep.contracts.entries import EvictedEntries, gathered
 from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.memory.ledger import Ledger
 from kvkeep.step import native
 from kvkeep.step import torch as plain
-from kvkeep.step.plan import Destination
+from kvkeep.step.plan import Destination, LayerStep
 from kvkeep.stores.resident.banks import Bank, Banks
 
 # Ranks of empty columns are below every entry's, and rise by column: the first is filled first.
 LOWEST, _STEP = -3e38, 1e33
-
-BESIDE = ("slots", "scores", "extra", "newest")
-"""Tensors beside keys and values, in a bank and in the destination of a step."""
 
 
 @dataclass(frozen=True)
@@ -132,22 +129,23 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     scores = ranking.arrived(bank, new)
     if scores is not None or ranking.scored:
         bank.scored()
-    step, _ = bank.next_step(new.first, bank.used)
     if bank.scores is not None:
         bank.scores = bank.scores.contiguous()  # a selector may return an expanded tensor
-    for name in BESIDE:
-        setattr(step.append, name, getattr(bank, name))
-    step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
-    step.oldest = ranking.selector.may_tie or ranking.scored  # estimates that return may be equal
-    left = bank.empty_entries(ranking.scored)._replace(holes=holes) if wanted else None
-    if left is not None:
-        step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
+    left = None
+    if wanted:
+        every = bank.entries(ranking.scored)._replace(holes=holes)
+        left = every.each(lambda rows: rows.new_empty(len(rows), 1, *rows.shape[2:]))
+    step = LayerStep(
+        Destination(bank.keys, bank.values, 0, bank.slots, bank.scores, bank.extra, bank.newest),
+        new.first,
+        rank.contiguous(),
+        ranking.selector.may_tie or ranking.scored,  # estimates that return may be equal
+        None if scores is None else scores.float().contiguous().flatten(),
+        None if left is None else Destination(left.keys, left.values, 0, *left[2:6]),
+    )
     keys, values = new.keys[:, 0], new.values[:, 0]
     executor = native if native.can_insert(step, keys, values) else plain
     executor.insert(step, keys, values)
-    for name in BESIDE:  # the bank may replace these
-        setattr(step.append, name, None)
-    step.ranks = step.new_scores = step.evict = None
     return left
 
 
@@ -190,50 +188,36 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
 
 def with_new(bank: Bank, new: Arriving, scores: Tensor | None) -> EvictedEntries:
     """Return copies of a bank's entries and of the new ones, in one list. scores: of the new ones, (lanes, n)."""
-    pairs = (bank.keys, new.keys), (bank.values, new.values), (bank.slots, new.slots)
-    keys, values, slots = (torch.cat([old[:, : bank.used], fresh], 1) for old, fresh in pairs)
-    if scores is not None:
-        scores = torch.cat([bank.scored()[:, : bank.used], scores], 1)
-    extra, newest = (
-        None if one is None else torch.nn.functional.pad(one[:, : bank.used], (0, new.count))
-        for one in (bank.extra, bank.newest)
+    old = bank.entries(scores is not None).each(lambda rows: rows[:, : bank.used])
+    every = (
+        None
+        if one is None
+        else torch.nn.functional.pad(one, (0, new.count))
+        if fresh is None
+        else torch.cat([one, fresh], 1)
+        for one, fresh in zip(old[:-1], (new.keys, new.values, new.slots, scores, None, None), strict=True)
     )
-    return EvictedEntries(keys, values, slots, scores, extra, newest)
+    return EvictedEntries(*every)  # type: ignore[arg-type]
 
 
 def some(entries: EvictedEntries, chosen: Tensor, scored: bool) -> EvictedEntries:
     """Return the ``chosen`` entries, (lanes, n) bool, in their order. scored: with scores."""
     counts = chosen.sum(1)
     columns = (~chosen).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
-    wide = columns[..., None]
-    keys, values = (rows.gather(1, wide.expand(-1, -1, rows.shape[2])) for rows in (entries.keys, entries.values))
-    slots = entries.slots.gather(1, columns).masked_fill(~chosen.gather(1, columns), -1)
-    scores, extra, newest = (
-        None if rows is None else rows.gather(1, columns)
-        for rows in (entries.scores if scored else None, entries.extra, entries.newest)
-    )
-    return EvictedEntries(keys, values, slots, scores, extra, newest, not bool((counts == counts[0]).all()))
+    left = entries._replace(scores=entries.scores if scored else None).at(columns)
+    slots = left.slots.masked_fill(~chosen.gather(1, columns), -1)
+    return left._replace(slots=slots, holes=not bool((counts == counts[0]).all()))
 
 
 def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
     """Return the entries at ``leaving`` (lanes, n), which counts the columns of the bank, then the new entries."""
-    refused = leaving >= bank.columns
-    old, fresh = leaving.clamp(max=bank.columns - 1), (leaving - bank.columns).clamp(min=0)
+    refused, old = leaving >= bank.columns, bank.entries(False).at(leaving.clamp(max=bank.columns - 1))
 
-    def picked(one: Tensor, other: Tensor | None) -> Tensor:
-        shape = (1,) * (one.ndim - 2)
-        kept = one.gather(1, old.view(*old.shape, *shape).expand(-1, -1, *one.shape[2:]))
-        if other is None:  # nothing was merged into new entries
-            return kept.masked_fill(refused, 0)
-        coming = other.gather(1, fresh.view(*fresh.shape, *shape).expand(-1, -1, *other.shape[2:]))
-        return torch.where(refused.view(*refused.shape, *shape), coming, kept)
+    def joined(kept: Tensor, fresh: Tensor) -> Tensor:
+        coming = gathered(fresh, (leaving - bank.columns).clamp(min=0))
+        return torch.where(refused.view(*refused.shape, *(1,) * (kept.ndim - 2)), coming, kept)
 
-    return EvictedEntries(
-        picked(bank.keys, new.keys),
-        picked(bank.values, new.values),
-        picked(bank.slots, new.slots),
-        None if scores is None else scores.gather(1, leaving),
-        None if bank.extra is None else picked(bank.extra, None),
-        None if bank.newest is None else picked(bank.newest, None),
-        not new.unpadded or bank.vacant > 0,
-    )
+    keys, values, slots = map(joined, old[:3], (new.keys, new.values, new.slots))
+    extra, newest = (None if one is None else one.masked_fill(refused, 0) for one in (old.extra, old.newest))
+    picked = None if scores is None else scores.gather(1, leaving)
+    return EvictedEntries(keys, values, slots, picked, extra, newest, not new.unpadded or bank.vacant > 0)

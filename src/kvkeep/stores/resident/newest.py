@@ -10,22 +10,21 @@ from torch import Tensor
 from kvkeep.contracts.entries import Beginning, EvictedEntries, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
-from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import JoinedRows, PagedRows, Ring, concatenated
 from kvkeep.step.plan import Destination, LayerStep, Span
+from kvkeep.stores.evicted.in_order import InOrder
 
 
 class Newest(Resident):
     """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget. The ``store`` takes the earlier slots, in
     order."""
 
-    def __init__(self, site: Site, store: EvictedStore) -> None:
+    def __init__(self, site: Site, store: InOrder) -> None:
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
-        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # valid for the rings' tensors
 
     @property
     def rows(self) -> tuple[Ring, Ring]:
@@ -56,37 +55,31 @@ class Newest(Resident):
             return None
         if (row := self.length % capacity) >= keys.shape[1]:  # the ring has no row for it yet
             return None
-        if self._next is None or self._next[0].append.keys is not keys or self._next[0].append.values is not values:
-            step = LayerStep(Destination(keys, values))
-            self._next = step, (Span(keys, values, 0, 0), Span(keys, values, 0, 0))
-        step, (before, after) = self._next
-        evicts = self.length - self.evicted == capacity
-        step.append.row, step.slot, step.evict = row, self.length, None  # in a full ring, the row of the oldest entry
-        evicted = self.store.plan(step, evicts)
-        if evicted is None:
+        append = Destination(keys, values, row)  # in a full ring, the row of the oldest entry
+        first = self.evicted + (evicts := self.length - self.evicted == capacity)
+        share = self.store.plan(append, 0, evicts)
+        if share is None:
             return None
-        if step.evict is not None:
-            step.evict.slots = None  # the slots are known
-        first = self.evicted + evicts
-        before.start = first % capacity
-        before.stop = min(before.start + self.length + 1 - first, capacity)
-        after.stop = self.length + 1 - first - before.entries
-        step.attend = [*evicted, before, after] if after.stop else [*evicted, before]
-        return step
+        evicted, evict, seen = share
+        if evict is not None and evict.slots is not None:
+            evict = Destination(evict.keys, evict.values, evict.row)  # the slots are known
+        start = first % capacity
+        stop = start + self.length + 1 - first
+        spans = [*evicted, Span(keys, values, start, min(stop, capacity))]
+        if stop > capacity:
+            spans.append(Span(keys, values, 0, stop - capacity))
+        return LayerStep(append, self.length, evict=evict, attend=spans, seen=seen)
 
     def commit(self) -> None:
         evicted = self.evicted
         self._keys.advance()
         self._values.advance()
         if self.evicted > evicted:
-            self.store.commit(evicted)
+            self.store.commit()
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-        self._next = None
         length = sum(piece.shape[1] for piece in keys)
         evicted = self.store.adopt(keys, values, max(0, length - self._keys.capacity))
-        if evicted is None:
-            return False
         for rows, pieces in ((self._keys, keys), (self._values, values)):
             rows.first = rows.length = evicted
             for piece in _after(pieces, evicted):
@@ -108,7 +101,6 @@ class Newest(Resident):
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
         """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
-        self._next = None  # it refers to replaced rings
         stop = first + keys.shape[1]
         kept = max(self.evicted, stop - self._keys.capacity)
         span = (self.evicted, min(kept, first))
@@ -134,7 +126,6 @@ class Newest(Resident):
         self._values.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
-        self._next = None
         self._keys.select(lanes)
         self._values.select(lanes)
 
@@ -160,7 +151,7 @@ class Newest(Resident):
         within("resident entries", count, 0, min(extent.slots, self._keys.capacity) + 1)
         if count and extent.entries(self._keys.data, self._values.data) < count:
             raise ShapeError("resident entries are missing")
-        if self.store.taken not in (None, self.evicted):
+        if self.store.taken != self.evicted:
             raise ShapeError("entries are missing or there twice")
 
 

@@ -18,7 +18,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
-from kvkeep.step.plan import LayerStep, Span
+from kvkeep.step.plan import Destination, LayerStep, Span
 from kvkeep.stores.resident.banks import Bank, Banks
 from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest, some, with_new
 
@@ -42,7 +42,7 @@ class Selected(WorkingSet):
         self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
         self.adapter = adapter
         self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
-        scored = store.listens or store.merges or store.makes_room
+        scored = store.listens or store.merges or store.neighbours is not None
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
@@ -148,32 +148,31 @@ class Selected(WorkingSet):
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
         self._scores, self._hand = {}, keys.shape[1]
-        for bank in self.banks:
-            bank.forget()
         self.banks.reserve(keys, values, self.length)
 
     def spans(self) -> Sequence[Span] | None:
         used = self._seen_by_all()
-        return [self.banks.banks[0].next_step(self.length, used)[1]] if used else None
+        return [Span(self.banks.banks[0].keys, self.banks.banks[0].values, 0, used)] if used else None
 
     def plan(self) -> LayerStep | None:
         bank, selector = self.banks.banks[0], self.selector
         if selector.scores_by_slot:
             return self._plan_scored()
-        if not bank.columns or self._seen_by_all() != bank.used:
+        columns, used = bank.columns, bank.used
+        if not columns or self._seen_by_all() != used:
             return None
         if selector.scores_arrivals or selector.needs_kv or not selector.of_any_layer:
             return None
-        evicts = bank.used == bank.columns
-        if evicts and bank.columns < bank.budget:
+        evicts = used == columns
+        if evicts and columns < bank.budget:
             return None
-        step, span = bank.next_step(self.length, bank.used + (not evicts))
-        step.evict = None
-        evicted = self.store.plan(step, evicts)
-        if evicted is None:
+        append = Destination(bank.keys, bank.values, used % columns, bank.slots, bank.scores)
+        share = self.store.plan(append, 0, evicts)
+        if share is None:
             return None
-        step.append.slots, step.append.scores, step.attend = bank.slots, bank.scores, [*evicted, span]
-        return step
+        evicted, evict, seen = share
+        spans = [*evicted, Span(bank.keys, bank.values, 0, used + (not evicts))]
+        return LayerStep(append, self.length, evict=evict, attend=spans, seen=seen)
 
     def _plan_scored(self) -> LayerStep | None:
         """Return the step of a selector whose scores of new entries are known before their keys. Lanes may have
@@ -195,31 +194,31 @@ class Selected(WorkingSet):
             if evicts:
                 ranks = self.ranking.of(bank, slot + 1).contiguous()
                 ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
-            for lanes, step, span in bank.next_parts(slot, bank.used + (not evicts)):
-                step.evict = None
-                evicted = self.store.plan(step, evicts)
-                if evicted is None:
+            oldest = self.selector.may_tie or self.ranking.scored
+            for first_lane, lanes, keys, values in bank.runs:
+                append = Destination(keys, values, bank.used % bank.columns, bank.slots[lanes], bank.scores[lanes])
+                share = self.store.plan(append, first_lane, evicts)
+                if share is None:
                     return None
-                step.append.slots, step.append.scores = bank.slots[lanes], bank.scores[lanes]
-                step.ranks, step.new_scores = None if ranks is None else ranks[lanes], scores[lanes].flatten()
-                step.oldest, step.attend = self.selector.may_tie or self.ranking.scored, [*evicted, span]
-                parts.append(step)
+                (evicted, evict, seen), by = share, None if ranks is None else ranks[lanes]
+                spans = [*evicted, Span(keys, values, 0, bank.used + (not evicts))]
+                fresh = scores[lanes].flatten()
+                parts.append(LayerStep(append, slot, by, oldest, fresh, evict, spans, seen, first_lane=first_lane))
         first, *others = sorted(parts, key=lambda part: part.first_lane)
-        first.others = others
-        return first
+        return first._replace(others=others) if others else first
 
     def commit(self) -> None:
         if any(bank.used == bank.columns for bank in self.banks):
-            self.store.commit(None)
+            self.store.commit()
         for bank in self.banks:
-            bank.advance()
+            bank.used = min(bank.columns, bank.used + 1)
         self.length += 1
 
     @property
     def group(self) -> Hashable | None:
         bank = self.banks.banks[0]
-        scored = not self.selector.scores_by_slot and (bank.used == bank.columns or self.window != 0)
-        return (*bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
+        scored = not self.selector.scores_by_slot and (self.window != 0 or bank.used == bank.columns)
+        return (bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
 
     def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
         """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""
@@ -252,7 +251,8 @@ class Selected(WorkingSet):
         observed = bool(self._scores)
         self._scores, self._hand = {}, 0
         self.length = first + new.count
-        self.store.settled(observed, self)
+        if self.store.neighbours is not None:
+            self.store.neighbours.settled(observed, self)
         return left
 
     def _divide(self, new: Arriving) -> EvictedEntries | None:
@@ -289,8 +289,8 @@ class Selected(WorkingSet):
         if new.unpadded and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None
-        if store.makes_room:
-            store.make_room(bank, new, self)
+        if store.neighbours is not None:
+            store.neighbours.make_room(bank, new, self)
             return None
         if store.merges:
             bank.counted()
@@ -333,7 +333,7 @@ class Selected(WorkingSet):
             chosen = bank.of(slots)[:, : bank.columns]
             columns = self.ranking.order(bank, self.length)[:, : chosen.shape[1]]
             if self.store.keeps:
-                gone = bank.at(columns, self.ranking.scored)
+                gone = bank.entries(self.ranking.scored).at(columns)
                 left.append(gone._replace(slots=gone.slots.masked_fill(chosen < 0, -1)))
             lane, number = (chosen >= 0).nonzero(as_tuple=True)
             column = columns[lane, number]

@@ -1,0 +1,193 @@
+"""What protocols share: the fields of a request, and what a reply is.
+
+A protocol is one file, with its requests and its replies. Any field that is not declared is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.sampling import Sampling
+from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.events import StreamEvent
+
+_SEED = 2**63
+MAX_STOPS, MAX_STOP = 16, 1000
+"""Stop strings of a request, and characters of one."""
+MAX_NAME, MAX_OPTION = 1000, 200
+"""Characters of a name (model, user, of a message), and of an option of kvkeep."""
+MAX_FIELDS = 100
+"""Fields of an object, known or not."""
+
+
+# -- fields -----------------------------------------------------------------------------------------------
+
+
+def wrong(reason: str) -> PydanticCustomError:
+    """Return the error of a field's value."""
+    return PydanticCustomError("wrong", "{reason}", {"reason": reason})
+
+
+def _complete(text: str) -> str:
+    """Return the text, if all characters are complete. JSON escapes can encode half of one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise wrong("it contains half a character (a lone surrogate)") from None
+    return text
+
+
+def _not_empty(given: str) -> str:
+    if not given:
+        raise wrong("a stop string cannot be empty; leave it out")
+    return given
+
+
+Text = Annotated[str, AfterValidator(_complete)]
+Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_complete)]
+Option = Annotated[str, Field(min_length=1, max_length=MAX_OPTION), AfterValidator(_complete)]
+Stop = Annotated[str, Field(max_length=MAX_STOP), AfterValidator(_complete), AfterValidator(_not_empty)]
+
+
+class Strict(BaseModel):
+    """An object of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Values with which a field asks for nothing, as clients send it. With others, the field is not supported."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_void(cls, given: Any) -> Any:
+        """Leave out null and what asks for nothing. Refuse many fields, each of which could be an error."""
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MAX_FIELDS:
+            raise wrong(f"it has {len(given)} fields, and at most {MAX_FIELDS} are allowed; leave out the others")
+        return {name: one for name, one in given.items() if one is not None and not cls._is_void(name, one)}
+
+    @classmethod
+    def _is_void(cls, name: str, given: Any) -> bool:
+        return any(type(given) is type(one) and given == one for one in cls.void.get(name, ()))
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """Send a final chunk with the token counts."""
+
+
+class Extension(Strict):
+    """Options of kvkeep."""
+
+    session: Option | None = None
+    """Name of the conversation. The server keeps its cache for the next request."""
+    method: Option | None = None
+    """Cache method of a new conversation; an existing one keeps its method."""
+    budget: Option | int | None = None
+    """Cache budget of a new conversation: entries per layer (512), bytes ("64MB"), or a share ("25%")."""
+    at_end: Literal["endless"] | None = None
+    """Beyond the model's positions: continue with the method endless; without it, longer prompts are refused. Send it
+    with every request of the conversation."""
+
+
+# -- requests ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A prompt of messages, as chat templates take them."""
+
+    messages: Sequence[Mapping[str, str]]
+    answer: str = ""
+    """The beginning of the answer, which the model continues."""
+
+
+Prompt = str | list[int] | ChatPrompt
+
+
+class Reply(Protocol):
+    """The reply to one request."""
+
+    def complete(self, events: Sequence[StreamEvent]) -> Mapping[str, Any]:
+        """Return the answer as one object. Raises the error that ended it."""
+
+    def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events. None: nothing has happened for a while."""
+
+
+class AnswerRequest(Strict):
+    """The fields of every request for an answer."""
+
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "n": (1,), "store": (False,), "metadata": ({},), "logit_bias": ({},), "service_tier": ("auto", "default"),
+    }  # fmt: skip
+
+    model: Name
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The maximum number of tokens of the answer."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+    kvkeep: Extension = Extension()
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, given: StreamOptions, known: ValidationInfo) -> StreamOptions:
+        if known.data.get("stream") is False:
+            raise wrong("it needs 'stream': true; add that, or leave it out")
+        return given
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def given(self) -> Prompt:
+        """Return the prompt. A worker thread calls this."""
+        raise NotImplementedError
+
+    @property
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens of the answer, if the request sets one."""
+        return self.max_tokens
+
+    @property
+    def logprob_count(self) -> int | None:
+        """The number of likeliest tokens reported with each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def ask(self, prompt: list[int], max_tokens: int) -> Ask:
+        """Return the request to the engine."""
+        sampling = Sampling(
+            self.temperature, self.top_p, self.top_k, self.min_p,
+            self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed,
+        )  # fmt: skip
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Ask(prompt, max_tokens, sampling, stops, self.logprob_count)
+
+    def cache(self) -> dict[str, Any]:
+        """Return method and budget, if the request names them."""
+        options = {"method": self.kvkeep.method, "budget": self.kvkeep.budget}
+        return {name: one for name, one in options.items() if one is not None}
+
+    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
+        """Return the reply, which has no events yet. to_error: converts an exception within a stream to an error."""
+        raise NotImplementedError

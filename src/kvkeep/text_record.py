@@ -1,0 +1,102 @@
+"""What a cache knows of the text that it has read, beside its entries, and who is told of its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kvkeep.memory.rows import BLOCK
+
+Listener = Callable[[int], None]
+"""Receives the number of tokens so far."""
+
+
+class TextRecord:
+    """The text of one cache."""
+
+    def __init__(self) -> None:
+        self.plain = True
+        """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+        self.text: tuple[int, list[int]] | None = None
+        """The length of the text that was read, and a digest of each row; None if not known."""
+        self.continues = False
+        """The present pass reads a part of a text that is not its last."""
+        self.blocks: list[str] = []
+        """Names of the blocks that have been stored (:mod:`kvkeep.blocks`)."""
+        self.block_ends: dict[int, dict[str, Tensor]] = {}
+        """What windows and recurrent states held at the ends of blocks (:mod:`kvkeep.blocks`), by the number of
+        tokens."""
+        self.on_progress: Listener | None = None
+        """Called after every pass."""
+        self.on_block: Listener | None = None
+        """Called after a pass when the tokens so far are a whole number of blocks
+        (:data:`~kvkeep.memory.rows.BLOCK`). With it, chunks of an exact cache also end at the last block end before a
+        prompt's last token. There :func:`kvkeep.transfer.last_token_state` returns what windows and recurrent states
+        need to begin again."""
+        self._undone = False
+
+    def begin_with(self, plain: bool) -> None:
+        """Note that the cache was given the entries of a text. plain: whether its token ids alone give it."""
+        self.plain = plain
+
+    def note_pass(self, plain: bool) -> None:
+        """Note a pass. plain: whether its token ids alone give its part of the text."""
+        self.plain = self.plain and plain
+
+    def note_text(self, text: tuple[int, list[int]] | None) -> None:
+        """Set :attr:`text`."""
+        self.text = text
+
+    def grow_to(self, length: int) -> None:
+        """Forget :attr:`text` if it lacks some of the ``length`` tokens that are read after the next pass."""
+        if self.text is not None and self.text[0] < length:
+            self.text = None
+
+    def expect_more(self, more: bool) -> None:
+        """Note whether the text goes on after the tokens of the next passes."""
+        self.continues = more
+
+    def name_blocks(self, names: Sequence[str]) -> None:
+        """Note which blocks of the text are stored, by name."""
+        self.blocks = [*names]
+
+    def keep_block_ends(self, ends: dict[int, dict[str, Tensor]]) -> None:
+        """Set :attr:`block_ends`."""
+        self.block_ends = {**ends}
+
+    @property
+    def block_end_bytes(self) -> int:
+        """Bytes of :attr:`block_ends`."""
+        return sum(tensor.nbytes for end in self.block_ends.values() for tensor in end.values())
+
+    def tell(self, on_progress: Listener | None = None, on_block: Listener | None = None) -> None:
+        """Set :attr:`on_progress` and :attr:`on_block`, each only if it is given."""
+        self.on_progress, self.on_block = on_progress or self.on_progress, on_block or self.on_block
+
+    def tell_nobody(self) -> None:
+        """Call no listener from now on."""
+        self.on_progress = self.on_block = None
+
+    def note_undone(self) -> None:
+        """Note that a pass was undone. Entries that it had evicted for good are missing."""
+        self._undone = True
+
+    def take_undone(self) -> bool:
+        """Return whether a pass was undone since the last call."""
+        undone, self._undone = self._undone, False
+        return undone
+
+    def forget_from(self, length: int) -> None:
+        """Forget what is known of the tokens from ``length`` on."""
+        self.block_ends = {count: state for count, state in self.block_ends.items() if count <= length}
+        del self.blocks[length // BLOCK :]
+        if self.text is not None and length < self.text[0]:
+            self.text = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make the rows of the batch those of ``rows``."""
+        if self.text is not None:
+            length, digests = self.text
+            self.text = length, [digests[row] for row in rows]
+        self.blocks, self.block_ends = [], {}

@@ -1,0 +1,631 @@
+"""The library refuses what does not fit, before it writes anything: whatever a structure says, no memory is read or
+written that the call was not given. With AddressSanitizer (``make sanitize``) these tests also show that it reads none.
+
+Each case takes a call that the library does, changes one thing, and expects the rule that it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvkeep.errors import BadCall
+from kvkeep.native.library import kernels
+from kvkeep.native.structures import (
+    BY_CHANNEL,
+    GROUPED,
+    KIND_NUMBERS,
+    PLAIN,
+    SKETCHED,
+    KvArray,
+    KvAttention,
+    KvInsert,
+    KvLayer,
+    KvMatrix,
+    KvPiece,
+    KvRows,
+    KvStep,
+    address_of,
+    address_table,
+    array,
+    count_table,
+    float_table,
+    piece_table,
+    rows,
+)
+from kvkeep.step import native
+from kvkeep.step.plan import Destination, LayerStep, Span
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+LANES, GROUPS, QUERIES, DIM, ENTRIES = 2, 3, 4, 32, 64
+HEADS = LANES * GROUPS
+HALF = 16  # more than half a row is missing where this many numbers are
+
+
+def bfloat16(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+class Numbers:
+    """The tensors of a call by name, and a copy of each: none may change where the call is refused."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+        self.before: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        self.kept[name], self.before[name] = tensor, tensor.clone()
+        return tensor
+
+    def unchanged(self) -> bool:
+        return all(
+            torch.equal(self.kept[name].view(torch.uint8), before.view(torch.uint8))
+            for name, before in self.before.items()
+        )
+
+
+def plain_piece(numbers: Numbers) -> KvPiece:
+    piece = KvPiece(format=PLAIN, entries=ENTRIES)
+    piece.keys.rows = rows(numbers("keys", bfloat16(LANES, ENTRIES, DIM)))
+    piece.values.rows = rows(numbers("values", bfloat16(LANES, ENTRIES, DIM)))
+    return piece
+
+
+def grouped_piece(numbers: Numbers) -> KvPiece:
+    piece, groups = KvPiece(format=GROUPED, entries=ENTRIES), ENTRIES // 32
+    codes = torch.randint(0, 255, (LANES, groups, DIM * 32), dtype=torch.uint8)
+    for side in (piece.keys, piece.values):
+        side.rows, side.bits = rows(numbers(f"codes {len(numbers.kept)}", codes.clone())), 8
+        side.scale = side.offset = rows(numbers(f"scale {len(numbers.kept)}", torch.ones(LANES, groups, DIM).half()))
+    piece.values.group = 32
+    channels = numbers("channels", torch.ones(LANES, DIM))
+    piece.values.mean = piece.values.deviation = array(channels)
+    return piece
+
+
+def channel_piece(numbers: Numbers) -> KvPiece:
+    piece = KvPiece(format=BY_CHANNEL, entries=ENTRIES)
+    for side in (piece.keys, piece.values):
+        codes = torch.randint(-99, 99, (LANES, ENTRIES, DIM), dtype=torch.int8)
+        side.rows = rows(numbers(f"codes {len(numbers.kept)}", codes))
+        side.scale = side.offset = rows(numbers(f"scale {len(numbers.kept)}", torch.ones(LANES, 1, DIM).half()))
+    return piece
+
+
+def sketched_piece(numbers: Numbers) -> KvPiece:
+    piece = KvPiece(format=SKETCHED, entries=ENTRIES, sums=3, use_median=1)
+    for side in (piece.keys, piece.values):
+        side.rows = rows(numbers(f"cells {len(numbers.kept)}", bfloat16(LANES, 20, DIM)))
+        side.mean = array(numbers(f"mean {len(numbers.kept)}", torch.ones(LANES, DIM)))
+    piece.cell_indices = array(numbers("cells", torch.randint(0, 20, (3, LANES, ENTRIES), dtype=torch.int32)))
+    return piece
+
+
+class Attention:
+    """A call of kvkeep_attend over one piece."""
+
+    def __init__(self, made: Callable[[Numbers], KvPiece]) -> None:
+        self.numbers, self.table = Numbers(), piece_table(1)
+        self.table[0] = made(self.numbers)
+        self.piece: KvPiece = self.table[0]
+        self.struct = KvAttention(
+            query=array(self.numbers("query", bfloat16(LANES, GROUPS, QUERIES, DIM))),
+            pieces=address_of(self.table),
+            lanes=LANES,
+            groups=GROUPS,
+            queries=QUERIES,
+            dim=DIM,
+            value_dim=DIM,
+            piece_count=1,
+            entries=ENTRIES,
+            causal_offset=-1,
+            scaling=0.2,
+        )
+        for name in ("first", "stop", "shift"):
+            setattr(self.struct, name, array(self.numbers(name, torch.zeros(LANES, dtype=torch.int32))))
+        self.numbers.kept["stop"][:] = ENTRIES
+        self.numbers.before["stop"][:] = ENTRIES
+        self.struct.mask = rows(self.numbers("mask", torch.ones(LANES, QUERIES, ENTRIES, dtype=torch.bool)))
+        self.out = self.numbers("out", torch.zeros(LANES, GROUPS, QUERIES, DIM))
+        self.lse = self.numbers("lse", torch.zeros(LANES, GROUPS, QUERIES))
+        self.state: Tensor | None = None
+        self.received = self.numbers("received", torch.zeros(LANES, ENTRIES))
+        self.resumes = False
+
+    def run(self) -> None:
+        kernels().kvkeep_attend(address_of(self.struct), self.out, self.lse, self.state, self.resumes)
+
+    def receive(self) -> None:
+        kernels().kvkeep_received(address_of(self.struct), self.lse, QUERIES, 0, self.received)
+
+
+def short(tensor: Tensor) -> Tensor:
+    """A tensor without its last number."""
+    return tensor.flatten()[:-1]
+
+
+def wrong(change: Callable[[Any], Any], rule: str, of: str = "plain", id: str = "") -> Any:
+    return pytest.param(of, change, rule, id=id)
+
+
+PIECES = {"plain": plain_piece, "grouped": grouped_piece, "by channel": channel_piece, "sketched": sketched_piece}
+
+
+def put(place: str, value: Any) -> Callable[[Any], None]:
+    """Return a change that sets a field, as in ``piece.keys.rows.lanes``; a tensor as the library reads it."""
+
+    def change(call: Any) -> None:
+        *path, name = place.split(".")
+        for part in path:
+            call = getattr(call, part)
+        described = {KvArray: array, KvRows: rows}.get(type(getattr(call, name)), lambda one: one)
+        setattr(call, name, described(value))
+
+    return change
+
+
+def tensor(name: str, value: Any) -> Callable[[Any], None]:
+    """Return a change that writes ``value`` to the last number of a tensor."""
+
+    def change(call: Any) -> None:
+        for numbers in (call.numbers.kept, call.numbers.before):
+            numbers[name].view(-1)[-1] = value
+
+    return change
+
+
+ATTENTIONS = [
+    wrong(put("piece.values.rows", bfloat16(LANES, ENTRIES // 2, DIM)), "within the rows", id="few values"),
+    wrong(put("piece.keys.rows", bfloat16(LANES, ENTRIES // 2, DIM)), "within the rows", id="few keys"),
+    wrong(put("piece.values.rows", bfloat16(1, ENTRIES, DIM)), "the same lanes", id="few lanes of values"),
+    wrong(put("piece.keys.rows", bfloat16(1, ENTRIES, DIM)), "the same lanes", id="few lanes of keys"),
+    wrong(put("piece.keys.rows.lanes", 0), "the same lanes", id="no lanes: a remainder by 0"),
+    wrong(put("piece.keys.rows", bfloat16(LANES, ENTRIES, DIM - 2)), "as wide as the query", id="narrow keys"),
+    wrong(put("piece.values.rows", bfloat16(LANES, ENTRIES, HALF)), "as wide as the output", id="narrow values"),
+    wrong(put("piece.keys.rows", torch.ones(LANES, ENTRIES, DIM, dtype=torch.int8)), "bfloat16", id="int8 keys"),
+    wrong(put("piece.keys.rows", torch.ones(LANES, ENTRIES, DIM)), "bfloat16", id="float32 keys"),
+    wrong(put("piece.values.rows", torch.ones(LANES, ENTRIES, DIM).half()), "bfloat16", id="float16 values"),
+    wrong(put("piece.keys.rows.lane_stride", 1 << 39), "as wide as the query", id="a stride beyond the tensor"),
+    wrong(put("piece.keys.rows.row_stride", -DIM), "as wide as the query", id="a negative stride"),
+    wrong(put("piece.keys.rows.numbers.length", 2**63 - 1), "as wide as the query", id="an absurd length"),
+    wrong(put("piece.keys.rows.numbers.data", None), "as wide as the query", id="no keys"),
+    wrong(put("piece.first", 1), "within the rows", id="a span that ends behind the rows"),
+    wrong(put("piece.first", -1), "must not begin before its rows", id="a span that begins before the rows"),
+    wrong(put("piece.entries", -1), "or end before it begins", id="a negative number of entries"),
+    wrong(put("piece.format", 4), "one of the four formats", id="no such format"),
+    wrong(put("struct.entries", ENTRIES + 1), "the entries of its pieces", id="more entries than pieces have"),
+    wrong(put("struct.entries", ENTRIES - 1), "the entries of its pieces", id="fewer entries than pieces have"),
+    wrong(put("struct.piece_count", 0), "the entries of its pieces", id="no pieces"),
+    wrong(put("struct.pieces", None), "must have its pieces", id="no table of pieces"),
+    wrong(put("struct.query", bfloat16(LANES, GROUPS, QUERIES, HALF)), "queries must be", id="few queries"),
+    wrong(put("struct.query", torch.ones(LANES, GROUPS, QUERIES, DIM)), "queries must be", id="float32 queries"),
+    wrong(put("struct.lanes", -1), "counts of 0 or more", id="a negative number of lanes"),
+    wrong(put("struct.groups", 0), "must have query heads", id="no groups"),
+    wrong(put("struct.queries", 0), "must have queries", id="no queries: a remainder by 0"),
+    wrong(put("struct.dim", DIM - 1), "an even width", id="an odd width"),
+    wrong(put("struct.dim", 1 << 20), "within KV_MAX_DIM", id="too wide keys"),
+    wrong(put("struct.value_dim", 1 << 20), "within KV_MAX_DIM", id="too wide values"),
+    wrong(put("struct.causal_offset", 2**63 - 1), "a number of entries", id="an absurd offset"),
+    wrong(put("struct.first", short(torch.zeros(LANES).int())), "one for each lane", id="a short first"),
+    wrong(put("struct.stop", short(torch.zeros(LANES).int())), "one for each lane", id="a short stop"),
+    wrong(put("struct.shift", short(torch.zeros(LANES).int())), "one for each lane", id="a short shift"),
+    wrong(put("struct.first", torch.zeros(LANES).long()), "must be int32", id="a first of int64"),
+    wrong(put("struct.mask", torch.ones(LANES, QUERIES, HALF).bool()), "a mask", id="a short mask"),
+    wrong(put("struct.mask", torch.ones(LANES, 2, ENTRIES).bool()), "a mask", id="a mask of few queries"),
+    wrong(put("struct.mask", torch.ones(LANES, QUERIES, ENTRIES)), "a mask must be bool", id="a float mask"),
+    wrong(put("out", torch.zeros(HALF)), "an output", id="a short output"),
+    wrong(put("out", torch.zeros(LANES, GROUPS, QUERIES, DIM).long()), "an output", id="an output of int64"),
+    wrong(put("out", None), "an output, or a state", id="neither output nor state"),
+    wrong(put("lse", torch.zeros(HALF)), "log-sum-exps", id="a short lse"),
+    wrong(put("lse", None), "an output, or a state", id="an output without lse"),
+    wrong(put("state", torch.zeros(HALF)), "the state", id="a short state"),
+    wrong(put("resumes", True), "must have a state", id="nothing to resume"),
+    wrong(put("piece.keys.bits", 5), "2, 4, 8 or 16 bits", "grouped", id="codes of 5 bits"),
+    wrong(put("piece.values.bits", 16), "rows of a group", "grouped", id="codes of other bits than they have"),
+    wrong(put("piece.keys.rows.rows", 1), "a row for each group", "grouped", id="few groups of codes"),
+    wrong(put("piece.values.group", 0), "a multiple of 16", "grouped", id="no channels share a scale"),
+    wrong(put("piece.values.group", 24), "a multiple of 16", "grouped", id="24 channels share a scale"),
+    wrong(put("piece.entries", ENTRIES - 1), "whole groups", "grouped", id="a part of a group"),
+    wrong(put("piece.keys.scale.rows", 1), "a scale and an offset", "grouped", id="few scales"),
+    wrong(put("piece.values.offset", None), "a scale and an offset", "grouped", id="no offsets"),
+    wrong(put("piece.values.mean", short(torch.ones(LANES, DIM))), "means and", "grouped", id="short means"),
+    wrong(put("piece.values.deviation", None), "means and", "grouped", id="means without deviations"),
+    wrong(tensor("shift", 5), "begin at a tile", "grouped", id="groups that begin within a tile"),
+    wrong(put("piece.keys.rows", bfloat16(LANES, ENTRIES, DIM)), "int8", "by channel", id="bfloat16 for codes"),
+    wrong(put("piece.first", 1), "within the rows", "by channel", id="codes behind the rows"),
+    wrong(put("piece.keys.scale", None), "for each lane and channel", "by channel", id="no scales of channels"),
+    wrong(tensor("cells", 20), "must exist", "sketched", id="a cell behind the last"),
+    wrong(tensor("cells", -1), "must exist", "sketched", id="a cell before the first"),
+    wrong(put("piece.sums", 4), "1, 3 or 5", "sketched", id="a median of 4"),
+    wrong(put("piece.sums", 5), "index of each", "sketched", id="few indices"),
+    wrong(put("piece.sums", 0), "must have cells", "sketched", id="no cells: a division by 0"),
+    wrong(put("piece.keys.rows.row_stride", 1), "cells of a sketch", "sketched", id="cells that overlap"),
+    wrong(put("piece.keys.mean", short(torch.ones(LANES, DIM))), "means of a sketch", "sketched", id="a short mean"),
+]
+
+
+@pytest.mark.parametrize(("of", "change", "rule"), ATTENTIONS)
+def test_an_attention_that_does_not_fit_is_refused(of: str, change: Callable[[Any], Any], rule: str) -> None:
+    call = Attention(PIECES[of])
+    call.run()  # as it is, the library does it
+    assert call.lse.isfinite().all()
+    call = Attention(PIECES[of])
+    change(call)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+
+
+def test_received_attention_that_does_not_fit_is_refused() -> None:
+    call = Attention(plain_piece)
+    call.run()
+    call.receive()
+    for name, value, rule in (("received", torch.zeros(HALF), "received"), ("lse", torch.zeros(HALF), "log-sum-exps")):
+        call = Attention(plain_piece)
+        setattr(call, name, value)
+        with pytest.raises(BadCall, match=rule):
+            call.receive()
+        assert call.numbers.unchanged()
+
+
+@pytest.mark.parametrize("number", [-(2**31), -1, 2**31 - 1])
+@pytest.mark.parametrize("name", ["first", "stop", "shift"])
+def test_what_a_lane_sees_ends_at_its_entries(name: str, number: int) -> None:
+    """A lane whose range is absurd ends at once, and other lanes are as they were."""
+    call, other = Attention(plain_piece), Attention(plain_piece)
+    for tensor_name in call.numbers.kept:
+        other.numbers.kept[tensor_name].copy_(call.numbers.kept[tensor_name])
+    call.numbers.kept[name][1] = number
+    call.run()
+    other.run()
+    assert torch.equal(call.out[0], other.out[0])
+    sees = {"first": number < 0, "stop": number > 0, "shift": True}[name]
+    if sees and name != "shift":
+        assert torch.equal(call.out, other.out)
+    assert call.lse[1].isfinite().all() == sees
+
+
+# ---- inserts and steps -----------------------------------------------------------------------------------------------
+
+COLUMNS = 8
+
+
+class Step:
+    """A step of one token in a bank with ranks, and copies of what it evicts; run alone, or as the step of a layer."""
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+        self.insert = KvInsert(columns=COLUMNS, new_slot=99)
+        for name in ("keys", "values"):
+            setattr(self.insert, name, rows(self.numbers(name, bfloat16(LANES, COLUMNS, DIM))))
+            setattr(self.insert, f"evicted_{name}", rows(self.numbers(f"evicted {name}", bfloat16(LANES, 2, DIM))))
+            setattr(self, f"new_{name}", bfloat16(LANES, DIM))
+        kinds = {"slots": torch.int32, "scores": torch.float32, "extra": torch.float32, "newest": torch.int32}
+        for name, kind in kinds.items():
+            setattr(self.insert, name, array(self.numbers(name, torch.ones(LANES, COLUMNS, dtype=kind))))
+            setattr(self.insert, f"evicted_{name}", array(self.numbers(f"left {name}", torch.ones(LANES, dtype=kind))))
+        self.insert.ranks = array(self.numbers("ranks", torch.rand(LANES, COLUMNS)))
+        self.insert.new_scores = array(self.numbers("new scores", torch.rand(LANES)))
+        piece = KvPiece(format=PLAIN, entries=COLUMNS)
+        piece.keys.rows, piece.values.rows = self.insert.keys, self.insert.values
+        self.table = piece_table(1)
+        self.table[0] = piece
+        attention = KvAttention(
+            pieces=address_of(self.table), lanes=LANES, queries=1, dim=DIM, value_dim=DIM, piece_count=1,
+            entries=COLUMNS, causal_offset=-1,
+        )  # fmt: skip
+        self.step = KvStep(attention, self.insert, array(self.numbers("received", torch.zeros(LANES, COLUMNS))))
+        self.query, self.heads, self.tokens = bfloat16(1, HEADS, DIM), HEADS, 1
+        self.out, self.lse = self.numbers("out", bfloat16(1, HEADS, DIM)), self.numbers("lse", torch.zeros(1, HEADS))
+
+    def write(self) -> None:
+        kernels().kvkeep_insert(address_of(self.insert), self.new_keys, self.new_values)  # type: ignore[attr-defined]
+
+    def run(self) -> None:
+        table = address_table([address_of(self.step)])
+        kernels().kvkeep_attend_sessions(
+            address_of(table), 1, self.query, self.new_keys, self.new_values, self.tokens, self.heads, 0, 0.2,
+            self.out, self.lse,
+        )  # type: ignore[attr-defined]  # fmt: skip
+
+
+INSERTS = [
+    ("keys", bfloat16(1, COLUMNS, DIM), "one for each lane"),
+    ("values", bfloat16(LANES, COLUMNS // 2, DIM), "a column of its bank"),
+    ("keys", None, "within its memory"),
+    ("keys", torch.ones(LANES, COLUMNS, DIM), "width and type|same width"),
+    ("columns", COLUMNS + 1, "a column of its bank"),
+    ("columns", -1, "a number of columns"),
+    ("columns", 0, "a column or more"),
+    ("ranks", short(torch.rand(LANES, COLUMNS)), "ranks must be"),
+    ("ranks", torch.rand(LANES, COLUMNS).double(), "ranks must be"),
+    ("slots", short(torch.ones(LANES, COLUMNS).int()), "slots must be"),
+    ("slots", None, "the slots of a column"),
+    ("scores", short(torch.ones(LANES, COLUMNS)), "scores and counts"),
+    ("extra", short(torch.ones(LANES, COLUMNS)), "scores and counts"),
+    ("newest", None, "the last slot among them"),
+    ("new_scores", short(torch.ones(LANES)), "new scores"),
+    ("evicted_keys", bfloat16(1, 2, DIM), "a row of each lane"),
+    ("evicted_values", bfloat16(LANES, 2, HALF), "the same width"),
+    ("evicted_values", None, "with its value"),
+    ("evicted_row", 2, "a row of each lane"),
+    ("evicted_slots", short(torch.ones(LANES).int()), "one number for each lane"),
+    ("evicted_scores", torch.ones(LANES).int(), "one number for each lane"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), INSERTS)
+def test_an_insert_that_does_not_fit_is_refused(name: str, value: Any, rule: str) -> None:
+    Step().write()
+    call = Step()
+    put(f"insert.{name}", value)(call)
+    with pytest.raises(BadCall, match=rule):
+        call.write()
+    put(f"step.insert.{name}", value)(call)
+    with pytest.raises(BadCall):
+        call.run()
+    assert call.numbers.unchanged()
+
+
+def test_a_column_outside_the_bank_is_refused() -> None:
+    for column in (-1, COLUMNS):
+        call = Step()
+        call.insert.ranks, call.insert.column = array(None), column
+        with pytest.raises(BadCall, match="a column of its bank"):
+            call.write()
+        assert call.numbers.unchanged()
+
+
+STEPS = [
+    (put("new_keys", bfloat16(1, DIM)), "new entries"),
+    (put("new_values", bfloat16(1, DIM)), "new entries"),
+    (put("query", bfloat16(1, 1, DIM)), "queries must be"),
+    (put("out", bfloat16(1, 1, DIM)), "outputs must have"),
+    (put("lse", torch.zeros(1, 1)), "outputs must have"),
+    (put("heads", HEADS + 1), "a multiple of the lanes"),
+    (put("tokens", 0), "one of the call"),
+    (put("step.token", 1), "one of the call"),
+    (put("step.token", -1), "one of the call"),
+    (put("step.first_lane", 1), "lanes of its token"),
+    (put("step.first_lane", -1), "lanes of its token"),
+    (put("step.token_lanes", 1), "lanes of its token"),
+    (put("step.token_lanes", 4), "a multiple of the lanes"),
+    (put("step.received", short(torch.zeros(LANES, COLUMNS))), "received attention"),
+    (put("step.attention.queries", 2), "one query"),
+    (put("step.attention.entries", COLUMNS + 1), "entries of its pieces"),
+    (put("step.attention.dim", DIM * 2), "as wide as the query"),
+    (put("step.insert.keys.width", HALF), "as wide as new entries|same width"),
+]
+
+
+@pytest.mark.parametrize(("change", "rule"), STEPS)
+def test_a_step_that_does_not_fit_is_refused(change: Callable[[Any], Any], rule: str) -> None:
+    Step().run()
+    call = Step()
+    change(call)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+
+
+# ---- what Python plans -----------------------------------------------------------------------------------------------
+
+
+def planned(**changed: Any) -> tuple[LayerStep, Numbers]:
+    """A step as a part plans it, with what is changed in it."""
+    numbers = Numbers()
+    keys, values = (numbers(name, bfloat16(LANES, COLUMNS, DIM)) for name in ("keys", "values"))
+    step = LayerStep(Destination(keys, values, 3), 3, attend=[Span(keys, values, 0, 4)])
+    for name, value in changed.items():
+        part, _, field = name.rpartition(".")
+        step = step._replace(**({part: getattr(step, part)._replace(**{field: value})} if part else {name: value}))
+    return step, numbers
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"append.row": COLUMNS},
+        {"append.values": bfloat16(LANES, 3, DIM)},
+        {"append.slots": torch.zeros(LANES, 2, dtype=torch.int32)},
+        {"attend": [Span(bfloat16(LANES, 9, DIM), bfloat16(LANES, 9, DIM), 0, 10)]},
+        {"attend": [Span(bfloat16(LANES, 9, DIM), bfloat16(LANES, 8, DIM), 0, 9)]},
+        {"attend": [Span(bfloat16(LANES, 9, DIM), bfloat16(LANES, 9, DIM), -1, 4)]},
+        {"attend": [Span(torch.ones(LANES, 9, DIM), torch.ones(LANES, 9, DIM), 0, 9)]},
+        {"received": torch.zeros(LANES, 3)},
+        {"received": torch.zeros(4, LANES).T},
+        {"seen": torch.ones(LANES, 3, dtype=torch.bool)},
+        {"ranks": torch.zeros(LANES, COLUMNS)},
+        {"evict": Destination(bfloat16(LANES, 1, DIM), bfloat16(LANES, 1, DIM), 1)},
+        {"first_lane": 1},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_wrong_plan_of_a_part_is_an_exception(changed: dict[str, Any]) -> None:
+    query, key, value = bfloat16(1, HEADS, 1, DIM), bfloat16(1, LANES, 1, DIM), bfloat16(1, LANES, 1, DIM)
+    native.run([planned()[0]], [0], query, key, value, 0.2)
+    step, numbers = planned(**changed)
+    with pytest.raises(BadCall):
+        native.run([step], [0], query, key, value, 0.2)
+    assert numbers.unchanged()
+
+
+# ---- matrices, layers, digests ---------------------------------------------------------------------------------------
+
+
+def matrix(inputs: int = 64, outputs: int = 32) -> tuple[KvMatrix, Tensor]:
+    kind = KIND_NUMBERS["BF16"]
+    source = bfloat16(outputs, inputs).view(torch.uint8)
+    panels = torch.zeros(kernels().kvkeep_packed_bytes(kind, inputs, outputs), dtype=torch.uint8)
+    kernels().kvkeep_pack(kind, inputs, outputs, source, inputs * 2, panels)
+    return KvMatrix(array(panels), inputs, outputs, kind), panels
+
+
+def test_matrices_that_do_not_fit_are_refused() -> None:
+    weights, panels = matrix()
+    x, y, numbers = bfloat16(3, 64), torch.zeros(3, 32).bfloat16(), Numbers()
+    numbers("panels", panels)
+    numbers("y", y)
+
+    def product(x: Tensor = x, bias: Tensor | None = None, y: Tensor = y, stride: int = 32, **changed: Any) -> None:
+        made = KvMatrix(weights.panels, weights.inputs, weights.outputs, weights.kind)
+        for name, value in changed.items():
+            put(name, value)(made)
+        kernels().kvkeep_product(address_of(made), x, bias, y, stride)
+
+    given = [
+        {"x": bfloat16(3, 63)}, {"x": torch.ones(3, 64)}, {"bias": bfloat16(31)}, {"y": bfloat16(3, 31)},
+        {"stride": 31}, {"stride": -1}, {"stride": 33}, {"inputs": 63}, {"inputs": 0}, {"outputs": 33},
+        {"outputs": -1}, {"kind": 9}, {"kind": -1}, {"panels": short(panels)}, {"panels": None},
+    ]  # fmt: skip
+    for one in given:
+        with pytest.raises(BadCall):
+            product(**one)  # type: ignore[arg-type]
+    source, index = bfloat16(32, 64).view(torch.uint8), torch.tensor([0, 31])
+    kernels().kvkeep_rows(address_of(weights), index, torch.zeros(2, 64))
+    for number in (-1, 32, 2**62):
+        with pytest.raises(BadCall, match="must exist"):
+            kernels().kvkeep_rows(address_of(weights), torch.tensor([0, number]), torch.zeros(2, 64))
+    with pytest.raises(BadCall):
+        kernels().kvkeep_rows(address_of(weights), index, torch.zeros(1, 64))
+    for rows_of_blocks, row_bytes in ((source[1:], 128), (source, 64), (source, 256), (source, -128)):
+        with pytest.raises(BadCall, match="all blocks"):
+            kernels().kvkeep_pack(KIND_NUMBERS["BF16"], 64, 32, rows_of_blocks, row_bytes, panels)
+        with pytest.raises(BadCall, match="all blocks"):
+            kernels().kvkeep_unpack(address_of(weights), rows_of_blocks, row_bytes)
+    assert numbers.unchanged()
+    product()
+    assert not numbers.unchanged()
+
+
+class Layer:
+    """A decoder layer, and the tensors of its two halves."""
+
+    HIDDEN, KV_HEADS, WIDTH = 64, LANES, (HEADS + 2 * LANES) * DIM
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.struct = KvLayer(
+            hidden=self.HIDDEN, heads=HEADS, kv_heads=LANES, dim=DIM, intermediate=96, activation=0, eps=1e-5
+        )
+        for name, shape in {"out": (HEADS * DIM, 64), "down": (96, 64)}.items():
+            setattr(self.struct, name, self.matrix(*shape))
+        self.struct.qkv[0], self.struct.gates[0] = self.matrix(64, self.WIDTH), self.matrix(64, 192)
+        self.struct.input_norm = self.struct.pre_mlp_norm = array(self.keep(torch.ones(64)))
+        self.x, self.cos, self.sin = bfloat16(2, 64), bfloat16(2, DIM), bfloat16(2, DIM)
+        self.numbers, self.batch = Numbers(), 1
+        self.query = self.numbers("query", bfloat16(HEADS, 2, DIM))
+        self.key, self.value = (self.numbers(name, bfloat16(LANES, 2, DIM)) for name in ("key", "value"))
+        self.attended, self.y = bfloat16(2, HEADS * DIM), self.numbers("y", bfloat16(2, 64))
+
+    def keep(self, one: Any) -> Any:
+        self.kept.append(one)
+        return one
+
+    def matrix(self, inputs: int, outputs: int) -> KvMatrix:
+        return self.keep(matrix(inputs, outputs))[0]
+
+    def enter(self) -> None:
+        kernels().kvkeep_before_attention(
+            address_of(self.struct), self.x, self.batch, self.cos, self.sin, self.query, self.key, self.value
+        )
+
+    def leave(self) -> None:
+        kernels().kvkeep_after_attention(address_of(self.struct), self.attended, self.x, self.y)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("struct.heads", HEADS + 1),
+        ("struct.kv_heads", 0),
+        ("struct.dim", DIM - 1),
+        ("struct.intermediate", 95),
+        ("struct.hidden", 32),
+        ("struct.input_norm", short(torch.ones(64))),
+        ("struct.pre_mlp_norm", None),
+        ("struct.query_norm", short(torch.ones(DIM))),
+        ("struct.out_bias", short(bfloat16(64))),
+        ("struct.down.inputs", 64),
+        ("struct.out.panels", None),
+        ("x", bfloat16(127)),
+        ("batch", 3),
+        ("batch", 0),
+        ("cos", bfloat16(1, DIM)),
+        ("sin", torch.ones(2, DIM)),
+        ("query", bfloat16(1, 2, DIM)),
+        ("key", bfloat16(1, 2, DIM)),
+        ("value", bfloat16(1, 2, DIM)),
+        ("attended", bfloat16(1, HEADS * DIM)),
+        ("y", bfloat16(1, 64)),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_refused(name: str, value: Any) -> None:
+    call = Layer()
+    call.enter()
+    call.leave()
+    call = Layer()
+    put(name, value)(call)
+    calls = [call.leave] if name in ("attended", "y") else [call.enter]
+    for refused in [*calls, *([call.leave] if name.startswith("struct") else [])]:
+        with pytest.raises(BadCall):
+            refused()
+    assert call.numbers.unchanged()
+
+
+def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
+    def run(layer: Layer, step: Step, tokens: int = 1, cos: Tensor | None = None) -> None:
+        layers, tables = address_table([address_of(layer.struct)]), address_table([address_of(step.step)])
+        by_layer, scaling, counts = address_table([address_of(tables)]), float_table([0.2]), count_table([1])
+        cos = bfloat16(tokens, DIM) if cos is None else cos
+        kernels().kvkeep_run_layers(
+            address_of(layers), address_of(by_layer), address_of(scaling), 1, address_of(counts), cos,
+            bfloat16(tokens, DIM), layer.y[:tokens],
+        )  # fmt: skip
+
+    run(Layer(), Step())
+    for change in (put("step.token", 1), put("step.token_lanes", 3), put("step.insert.column", 9)):
+        layer, step = Layer(), Step()
+        step.step.insert.ranks = array(None)
+        change(step)
+        with pytest.raises(BadCall):
+            run(layer, step)
+        assert step.numbers.unchanged() and layer.numbers.unchanged()
+    with pytest.raises(BadCall, match="cosines"):
+        run(Layer(), Step(), cos=bfloat16(1, HALF))
+
+
+def test_norms_angles_and_digests_that_do_not_fit_are_refused() -> None:
+    x, y, weight = bfloat16(3, 64), bfloat16(3, 64), torch.ones(64)
+    before = y.clone()
+    for given in ((x, weight, y[:2]), (x, torch.ones(63), y), (x, torch.ones(0), y), (x, weight.bfloat16(), y)):
+        with pytest.raises(BadCall):
+            kernels().kvkeep_norm(given[0], given[1], 1e-5, given[2])
+    positions, frequencies = torch.arange(3), torch.ones(32)
+    for angles in ((positions.int(), frequencies, y), (positions, frequencies.half(), y), (positions, weight, y)):
+        with pytest.raises(BadCall):
+            kernels().kvkeep_angles(angles[0], angles[1], 1.0, angles[2], angles[2])
+    numbers, found = torch.zeros(2, 32, 8), torch.zeros(2, 4, dtype=torch.int64)
+    page = rows(numbers)
+    kernels().kvkeep_digests(address_of(page), 0, 4, 8, found)
+    for first, blocks, count, digests in ((1, 4, 8, found), (0, 4, 9, found), (-1, 4, 8, found), (0, 4, 8, found[:1])):
+        with pytest.raises(BadCall):
+            kernels().kvkeep_digests(address_of(page), first, blocks, count, digests)
+    assert torch.equal(y, before)
+
+
+def test_a_tensor_that_the_library_cannot_read_is_refused() -> None:
+    for tensor_of, rule in (
+        (torch.ones(4, 4).T, "one after the other"),
+        (torch.ones(2, device="meta"), "on the CPU"),
+        (torch.ones(2, dtype=torch.complex64), "of a type"),
+    ):
+        with pytest.raises(BadCall, match=rule):
+            array(tensor_of)
+    with pytest.raises(BadCall, match="numbers of a row"):
+        rows(torch.ones(2, 3, 4).transpose(1, 2))
