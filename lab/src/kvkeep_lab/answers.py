@@ -83,11 +83,12 @@ class ComparedAnswer:
 def written(loaded: Loaded, prompt: Prompt, case: AnswerCase, new: int) -> tuple[Generation, Any]:
     """Return ``new`` greedy tokens after a prompt and the cache that generated them. Ends of text are ignored."""
     cache = new_cache(loaded.model, case.method, **case.options(len(prompt.ids) + new))
-    config, options = loaded.model.generation_config, {"max_new_tokens": new, "ignore_eos": True}
+    config = loaded.model.generation_config
     before = config.prompt_lookup_num_tokens
     config.prompt_lookup_num_tokens = before if case.copies else 0
     try:
-        return generate(loaded.model, loaded.tokenizer, prompt.ids, cache, **options), cache
+        made = generate(loaded.model, loaded.tokenizer, prompt.ids, cache, max_new_tokens=new, ignore_eos=True)
+        return made, cache
     finally:
         config.prompt_lookup_num_tokens = before
 

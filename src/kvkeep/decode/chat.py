@@ -243,8 +243,8 @@ class Conversation:
         return [*head, *self.messages[len(head) + 2 * turns :]]
 
     def _encoded(self, messages: Messages, question: str | None) -> list[int]:
-        asked = [] if question is None else [{"role": "user", "content": question}]
-        return encode(self.tokenizer, [*messages, *asked])
+        added = [] if question is None else [{"role": "user", "content": question}]
+        return encode(self.tokenizer, [*messages, *added])
 
     def _changed(self, messages: Messages) -> None:
         """Replace the messages; remove the others from the cache and from what is saved."""

@@ -206,7 +206,7 @@ def generate(
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
     answer = Answer(
-        _asked(model, ids, caller, limit, call),
+        _request(model, ids, caller, limit, call),
         cache,
         tokenizer,
         [] if ignore_eos else end_ids(model),
@@ -279,7 +279,7 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
     )
 
 
-def _asked(model: Any, ids: Tensor, caller: _Caller, limit: int, call: dict[str, Any]) -> Ask:
+def _request(model: Any, ids: Tensor, caller: _Caller, limit: int, call: dict[str, Any]) -> Ask:
     """Return the request for an answer of at most ``limit`` tokens, as a ``call`` of transformers' ``generate`` and the
     model's generation_config ask for it. Raises UsageError if the cache has read another text, or if the prompt is too
     long for it."""
