@@ -15,7 +15,7 @@ from helpers import allocated, assert_near, counted, expected, generate, padded,
 
 from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, stream, verified
 from kvkeep.memory.places import Disk
-from kvkeep.memory.rows import PagedRows
+from kvkeep.memory.pages import PagedRows
 from kvkeep.models.binding import digest_text
 from kvkeep.policies.request import Options
 from kvkeep.stock import requested

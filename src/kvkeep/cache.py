@@ -19,8 +19,7 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.hooks import ForwardHooks, SessionPass
 from kvkeep.memory.inference import outside_inference_mode
-from kvkeep.memory.meter import Memory
-from kvkeep.memory.process import resident_now
+from kvkeep.memory.meter import Memory, resident_now
 from kvkeep.memory.rows import Rows
 from kvkeep.policies.assembly import Assembly, Previous, assemble
 from kvkeep.policies.methods import Method

@@ -14,7 +14,7 @@ from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.memory.rows import PagedRows, Rows, concatenated
+from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
 from kvkeep.stores.recurrent import STATE, RecurrentState
@@ -151,7 +151,7 @@ def copied(cache: Any) -> Any:
     restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
     copies = dict(twin.checkpoint_rows())
     for name, rows in cache.checkpoint_rows():
-        if isinstance(rows, PagedRows) and rows.lends:
+        if rows.lends:
             for block in rows.freeze(rows.length):
                 copies[name].adopt(block)
         for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):

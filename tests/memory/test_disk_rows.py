@@ -19,8 +19,9 @@ from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import EntriesLost
 from kvkeep.memory import places
 from kvkeep.memory.disk_rows import DiskChecks
+from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
-from kvkeep.memory.rows import Buffer, PagedRows, Ring
+from kvkeep.memory.rows import Buffer, Ring
 from kvkeep.native import library
 
 pytestmark = pytest.mark.usefixtures("kernels")
