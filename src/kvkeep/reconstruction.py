@@ -217,7 +217,7 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
         if reader.queries:
             _fit(source, target, reader, cache.meter)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
-        cache.meter.cache(sum(resident_bytes) + cache.compressed_bytes())
+        cache.meter.cache(sum(resident_bytes) + sum(one.compressed_bytes for one in cache.made.holdings))
         old.checkpoint.truncate(layer.index, 0)
         source.resident = None  # released now, even if the layer is still referenced
 

@@ -411,6 +411,19 @@ class CacheStream:
         reads_on = self.record.continues or self.rehearsing
         return self.rereading is not None and self.ledger.length > self.rereading.entries and not reads_on
 
+    def check_disk(self) -> None:
+        """Compare entries on disk with what was written: all of them, but those of ``endless`` beyond its exact part,
+        which are compared when they are recalled. Raises EntriesLost."""
+        self.disk.check(compare=self.exact_tokens is None or self.length <= self.exact_tokens)
+
+    def check_cut(self, length: int) -> None:
+        """Raise UsageError if the positions of entries do not allow to go back to ``length`` tokens."""
+        if self.positions is not None and self.positions.holds_on_to(length):
+            raise UsageError(
+                "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
+                "the end; call reset()."
+            )
+
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
         self.record.forget_from(length)

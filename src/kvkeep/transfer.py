@@ -193,6 +193,14 @@ def begun(cache: Any, length: int) -> Any:
     return twin
 
 
+def lacks(cache: Any, length: int) -> bool:
+    """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without a
+    choice: all of an exact text, else the newest ones."""
+    first = max((rows.first for _, rows in cache.checkpoint_rows()), default=0)
+    exact = cache.exact_tokens is None or length <= cache.exact_tokens
+    return first > 0 and (exact or first >= length - (cache.entries or 0))
+
+
 def shareable(cache: Any, length: int) -> int:
     """Return how many of the first ``length`` tokens' entries another cache would share in memory with ``cache``: whole
     blocks, if its method is "full", and the CPU kernel attends to its entries in pieces."""
@@ -254,7 +262,7 @@ def rewind(cache: Any, length: int, state: dict[str, Tensor]) -> None:
     cache.stream.roll_back(restoring=True)
     if cache.get_seq_length() < length:
         raise UsageError(f"The cache has read {cache.get_seq_length()} tokens, and cannot go back to {length}.")
-    cache.check_positions(length)
+    cache.stream.check_cut(length)
     for layer in cache.stream.bounded:
         layer.truncate(length)
     restore_last(cache, {name: tensor.to(cache.made.device) for name, tensor in state.items()}, length)

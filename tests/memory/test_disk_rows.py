@@ -156,7 +156,7 @@ def test_a_disk_that_fails_within_a_pass_fails_the_pass_and_all_after_it(
 
 
 COPIES: dict[str, Callable[[KeepCache], Any]] = {
-    "rows of the batch": lambda cache: cache.select(torch.tensor([0, 0])),
+    "rows of the batch": lambda cache: cache.reorder_cache(torch.tensor([0, 0])),
     "fork": lambda cache: cache.fork(),
     "fork of another method": lambda cache: cache.fork("full"),
 }
