@@ -176,7 +176,8 @@ class KeepCache(RecurrentCache):
         if not tokens_to_remove:  # a full sliding window refuses even this
             return
         length = self.ledger.length + tokens_to_remove
-        self.stream.check_cut(length)
+        if self.positions is not None:
+            self.positions.check_cut(length)
         if self.method.recall.endless and lacks(self, length):
             raise UsageError(
                 "The checkpoint has lost entries that the text before these tokens attends to, so they cannot be "

@@ -35,8 +35,6 @@ from kvkeep.text_record import TextRecord
 TRIM_TOKENS = 2048
 """Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
 grow with the text."""
-_REHEARSED = ("rehearsing", "chunk", "pass_hooks", "earlier_outputs", "last_outputs")
-"""Attributes of a stream that a pass or a rehearsal sets."""
 
 
 class CacheStream:
@@ -44,8 +42,6 @@ class CacheStream:
 
     pass_hooks: Sequence[PassHook]
     """Hooks of the method's parts, called before and after each pass."""
-    last_outputs = 0
-    """The number of last positions whose outputs the caller uses; 0: all."""
     rehearsing = False
     """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
@@ -70,7 +66,6 @@ class CacheStream:
         self.any_chunk = method.exactness == "exact" and not method.oneshot  # no chunk changes an answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
         self.record = TextRecord()
-        self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
@@ -86,17 +81,16 @@ class CacheStream:
     def rehearsal(self) -> Iterator[None]:
         """Within the block a text is read in one chunk, hooks and listeners are not called, and the caller discards the
         entries (:mod:`kvkeep.stores.readers.rehearsal`)."""
-        before = {name: getattr(self, name) for name in _REHEARSED}
+        before = self.chunk, self.pass_hooks
         self.rehearsing, self.chunk, self.pass_hooks = True, sys.maxsize, ()
         listeners = self.record.on_progress, self.record.on_block
         self.record.tell_nobody()
         try:
             yield
         finally:
-            self.open = False
+            self.open = self.rehearsing = False
             self.record.tell(*listeners)
-            for name, value in before.items():
-                setattr(self, name, value)
+            self.chunk, self.pass_hooks = before
 
     # -- a forward pass -----------------------------------------------------------------------------
 
@@ -415,14 +409,6 @@ class CacheStream:
         """Compare entries on disk with what was written: all of them, but those of ``endless`` beyond its exact part,
         which are compared when they are recalled. Raises EntriesLost."""
         self.disk.check(compare=self.exact_tokens is None or self.length <= self.exact_tokens)
-
-    def check_cut(self, length: int) -> None:
-        """Raise UsageError if the positions of entries do not allow to go back to ``length`` tokens."""
-        if self.positions is not None and self.positions.holds_on_to(length):
-            raise UsageError(
-                "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
-                "the end; call reset()."
-            )
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""

@@ -262,7 +262,8 @@ def rewind(cache: Any, length: int, state: dict[str, Tensor]) -> None:
     cache.stream.roll_back(restoring=True)
     if cache.get_seq_length() < length:
         raise UsageError(f"The cache has read {cache.get_seq_length()} tokens, and cannot go back to {length}.")
-    cache.stream.check_cut(length)
+    if cache.positions is not None:
+        cache.positions.check_cut(length)
     for layer in cache.stream.bounded:
         layer.truncate(length)
     restore_last(cache, {name: tensor.to(cache.made.device) for name, tensor in state.items()}, length)
