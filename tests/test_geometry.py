@@ -179,7 +179,7 @@ def test_checkpoint_bytes_of_a_model_with_full_layers_only() -> None:
 def test_dtype_comes_from_the_argument_the_config_or_torch() -> None:
     config = tiny_config("llama")
     assert ModelGeometry.from_config(config).dtype_bytes == torch.get_default_dtype().itemsize
-    config.dtype = "float16"
+    config.dtype = torch.float16
     assert ModelGeometry.from_config(config).dtype_bytes == 2
     assert ModelGeometry.from_config(config, dtype_bytes=4).dtype_bytes == 4
 
