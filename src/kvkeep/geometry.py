@@ -125,7 +125,8 @@ class ModelGeometry:
             )
         hidden_size = _need(text, text, "hidden_size")
         _need(text, text, "num_hidden_layers")
-        layer_configs, shared = list(text.per_layer_config), _shared(text)
+        layer_configs, modes = list(text.per_layer_config), getattr(text, "kv_sharing_modes", None) or ()
+        shared = {index for index, mode in enumerate(modes) if mode == "reuse"}
         inferred, given = get_layer_types_and_kwargs(text)
         types = list(getattr(text, "layer_types", None) or inferred)
         windows = [one.get("sliding_window") for one in given]
@@ -288,15 +289,6 @@ def _steady_positions(text: Any) -> int | None:
         elif "dynamic" in (one.get("rope_type") or ""):
             found.append(text.max_position_embeddings - 1)  # at this length, the angles are those of the previous call
     return min(found, default=None)
-
-
-def _shared(text: Any) -> set[int]:
-    """Return the layers that read the keys and values of another one."""
-    modes, count = getattr(text, "kv_sharing_modes", None), text.num_hidden_layers
-    if modes is not None:
-        return {index for index, mode in enumerate(modes) if mode == "reuse"}
-    # transformers 5.16 names only the number of last layers that share
-    return set(range(count - (getattr(text, "num_kv_shared_layers", None) or 0), count))
 
 
 def _source(text: Any, index: int, types: list[str], shared: set[int]) -> int:
