@@ -13,10 +13,11 @@ import torch
 from families import VOCABULARY, tiny
 from helpers import allocated, assert_near, counted, expected, generate, padded, prompt, step, stock
 
-from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, stream, verified
+from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, verified
 from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
 from kvkeep.models.binding import digest_text
+from kvkeep.passes import stream
 from kvkeep.policies.request import Options
 from kvkeep.stock import requested
 

@@ -1,4 +1,4 @@
-"""The budget of a cache: "512", "64MB", "25%" as entries per full layer of one model."""
+"""The budget of a cache: "512", "64MB", "25%" as entries per full layer of one model, and sizes as text."""
 
 from __future__ import annotations
 
@@ -219,3 +219,11 @@ def _unreadable(value: object, why: str) -> BudgetError:
 
 def _entries(count: int) -> str:
     return f"{count} entr{'y' if count == 1 else 'ies'}"
+
+
+def size(count: int, *, up: bool = False) -> str:
+    """Return bytes with a unit (MB is 10**6). up: never less than ``count``."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= scale:
+            return f"{-(-10 * count // scale) / 10 if up else count / scale:.1f} {unit}"
+    return f"{count} B"

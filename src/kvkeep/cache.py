@@ -16,17 +16,17 @@ from kvkeep.budget import Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.hooks import ForwardHooks, SessionPass
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.meter import Memory, Meter, resident_now
 from kvkeep.memory.rows import Rows
+from kvkeep.passes.hooks import ForwardHooks, SessionPass
+from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.assembly import assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import ReconstructionReader, Rereading, compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.recurrent_cache import RecurrentCache
-from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork, lacks
 
 

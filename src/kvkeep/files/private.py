@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from kvkeep.files import lock
+from kvkeep.files.atomic import lock
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _KINDS = {

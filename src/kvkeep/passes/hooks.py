@@ -20,10 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.forward import current_probe
+from kvkeep.passes.stream import CacheStream
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep
-from kvkeep.stream import CacheStream
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from kvkeep.blocks import archive
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.cli.chat.screen import _history
+from kvkeep.files.private import check_kind, holds, make_folder, open_file, open_lock, wait_for_lock
 from kvkeep.memory.places import Disk
 from kvkeep.models.checksum import remembered_sha256
-from kvkeep.private_files import check_kind, holds, make_folder, open_file, open_lock, wait_for_lock
 from kvkeep.serve.http.keys import kept_key
 
 
