@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal
 
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 
@@ -48,19 +48,13 @@ class Budget:
     amount: Fraction
     """The number in that unit. MB is 10**6 bytes, MiB is 2**20."""
 
-    @overload
     @classmethod
-    def parse(cls, value: None) -> None: ...
-    @overload
-    @classmethod
-    def parse(cls, value: int | str | Budget) -> Budget: ...
-    @classmethod
-    def parse(cls, value: int | str | Budget | None) -> Budget | None:
-        """Read a budget; None stays None, which means no budget and the model's stock cache.
+    def parse(cls, value: int | str | Budget) -> Budget:
+        """Read a budget.
 
         Case and blanks do not matter. Raises :class:`BudgetError` for any other form.
         """
-        if value is None or isinstance(value, Budget):
+        if isinstance(value, Budget):
             return value
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise _unreadable(value, "it is not a whole number or a text")

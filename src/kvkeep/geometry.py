@@ -1,7 +1,7 @@
 """The geometry of a model's key/value cache: layers, heads, widths, and bytes per token.
 
 The sizes of the KV-Direct paper (arXiv:2603.19664): Eq. 23 (bytes of keys and values per token), Eq. 24 (bytes of one
-residual vector), Eq. 25 (their ratio rho) and Table 1. They are read from a transformers config, so a model can be
+residual vector) and Table 1. They are read from a transformers config, so a model can be
 sized before any weight is loaded, and equal the bytes of a ``DynamicCache`` of that model.
 """
 
@@ -213,15 +213,6 @@ class ModelGeometry:
     def residual_bytes_per_token(self) -> int:
         """Bytes of one residual vector, d * b (Eq. 24)."""
         return self.hidden_size * self.dtype_bytes
-
-    @property
-    def rho(self) -> float:
-        """Keys and values of all layers over one residual vector, 2 L n_kv d_head / d (Eq. 25).
-
-        This is the ratio of *one* vector per token; the bytes of each checkpoint kind are
-        :meth:`checkpoint_bytes_per_token`.
-        """
-        return sum(layer.entry_elements for layer in self.layers) / self.hidden_size
 
     def residual_anchors(self, stride: int) -> tuple[int, ...]:
         """Layers whose incoming residual a ``residual`` checkpoint of this ``stride`` keeps.
