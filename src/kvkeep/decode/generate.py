@@ -25,7 +25,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.engine.answer import Answer, Ask, end_ids
-from kvkeep.engine.batch import Read
 from kvkeep.engine.pieces import Pieces, pieces_of
 from kvkeep.engine.sampling import SMALLEST, Sampler
 from kvkeep.engine.scheduler import Scheduler
@@ -213,7 +212,7 @@ def generate(
         None if on_text is None or tokenizer is None else lambda piece: on_text(piece.text),
         caller.check,
     )
-    (_schedule if isinstance(cache, KeepCache) else _read_alone)(model, answer, caller)
+    _schedule(model, answer, caller)
     tokens = answer.tokens
     timing = _timing(len(prompt) - known, start, answer, _reconstruction_s(cache) - reread_s)
     cut = "length" if len(tokens) >= max_new_tokens else "positions"
@@ -318,26 +317,9 @@ def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
                 complete = scheduled.give(result.logits)
     finally:
         scheduler.remove(scheduled)
-        read = [*caller.prompt, *answer.tokens][: cache.get_seq_length()]
-        cache.stream.record.note_text(digest_text(torch.tensor([read])) if read else None)
-
-
-@torch.no_grad()
-def _read_alone(model: Any, answer: Answer, caller: _Caller) -> None:
-    """Run an answer in one of transformers' caches, a pass for each of its reads."""
-    reads, device = answer.reads(), next(model.parameters()).device
-    wanted: Read | None = next(reads)
-    while wanted is not None:
-        start = int(wanted.cache.get_seq_length())
-        ids = torch.tensor([[*wanted.ids]], device=device)
-        positions = torch.arange(start, start + ids.shape[1], device=device)[None]
-        given = {"input_ids": ids, "position_ids": positions, "cache": wanted.cache, "use_cache": True}
-        logits = model(**given, logits_to_keep=1).logits[0]
-        caller.progress(start + ids.shape[1])
-        try:
-            wanted = reads.send(logits)
-        except StopIteration:
-            wanted = None
+        if isinstance(cache, KeepCache):
+            read = [*caller.prompt, *answer.tokens][: cache.get_seq_length()]
+            cache.stream.record.note_text(digest_text(torch.tensor([read])) if read else None)
 
 
 def _timing(fresh: int, start: float, answer: Answer, reconstruction_s: float) -> Timing:

@@ -22,6 +22,7 @@ from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.hooks import ForwardHooks, NoSessionLeft, SessionPass
+from kvkeep.passes.record import TextRecord
 
 CHUNK = 512
 """The number of prompt tokens that one pass reads, if the method allows any number."""
@@ -161,7 +162,8 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of the failed pass.
     Raises only torch.AcceleratorError."""
     cache = read.cache
-    cache.stream.record.expect_more(read.cut)
+    record = cache.stream.record if isinstance(cache, KeepCache) else TextRecord()
+    record.expect_more(read.cut)
     try:
         ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
         first = cache.get_seq_length() if read.first is None else read.first
@@ -177,7 +179,7 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     except Exception as error:
         return _without_memory(read, error)
     finally:
-        cache.stream.record.expect_more(False)
+        record.expect_more(False)
 
 
 def chunk_size(cache: KeepCache) -> int:
