@@ -89,27 +89,24 @@ def restore(
     for number, holding in _holdings(cache):
         prefix, recurrent = f"layer.{number}.", isinstance(holding, RecurrentState)
         given = {
-            name.removeprefix(prefix): tensor(name).to(device)
-            for name in sorted(names)
+            name.removeprefix(prefix): [piece.to(device) for piece in pieces.get(name) or [tensor(name)]]
+            for name in sorted({*names, *pieces})
             if name.startswith(prefix) and name.startswith(f"{prefix}{STATE}") == recurrent
         }
-        several = {
-            name.removeprefix(prefix): [piece.to(device) for piece in parts]
-            for name, parts in pieces.items()
-            if name.startswith(prefix) and not recurrent
-        }
-        if isinstance(holding, DynamicLayer) and (several or given):
-            holding.adopt(*(several.get(name) or [given[name]] for name in ("keys", "values")))
-        elif given or several:
-            holding.restore(given | {name: torch.cat(parts, -2) for name, parts in several.items()}, length)
+        if given and isinstance(holding, DynamicLayer):
+            holding.adopt(given["keys"], given["values"])
+        elif given:
+            one = {
+                name: parts[0] if prefix + name not in pieces else torch.cat(parts, -2) for name, parts in given.items()
+            }
+            holding.restore(one, length)
         if recurrent and holding.rows != (about["rows"] if length else 0):
             raise ShapeError(f"layer {number} has a recurrent state of {holding.rows} rows, not of {about['rows']}")
     if cache.positions is not None and "cache_positions" in names:
         cache.positions.restore(tensor("cache_positions"))
     if cache.round is not None:
         cache.round.uneven = about["uneven"]
-    both = {*names, *pieces}
-    saved = {name.removeprefix("checkpoint.") for name in both if name.startswith("checkpoint.")}
+    saved = {name.removeprefix("checkpoint.") for name in {*names, *pieces} if name.startswith("checkpoint.")}
     if cache.checkpoint is not None:
         cache.checkpoint.expect(saved)
     for name, rows in cache.checkpoint_rows():
