@@ -108,7 +108,10 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     scores = [reader.scores for reader in readers]
     with meter.holding(*(part for reader in readers for part in (reader.scores, *reader.queries, *reader.valid))):
         shares, windows = method.selector.shares(scores, rows, entries), last_token_state(cache)
+        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.reset(shares)
+        if recording:
+            cache.activate_past_recording()
         cache.stream.record.tell(record.on_progress, record.on_block)
         cache.stream.record.begin_with(record.plain)
         try:
@@ -217,7 +220,7 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
         if reader.queries:
             _fit(source, target, reader, cache.meter)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
-        cache.meter.cache(sum(resident_bytes) + cache.compressed_bytes())
+        cache.meter.cache(sum(resident_bytes) + sum(one.compressed_bytes for one in cache.made.holdings))
         old.checkpoint.truncate(layer.index, 0)
         source.resident = None  # released now, even if the layer is still referenced
 

@@ -24,8 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.attention.portable import summed
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.portable import summed
 from kvkeep.stores.hashes import scattered
 
 MEDIAN = {1: 1.0, 3: 0.4487, 5: 0.2868}
