@@ -290,7 +290,10 @@ LOSSY: dict[str, Case] = {
         for name, spec in (
             ("h2o+sketch", "h2o+sketch"),
             ("kvreviver", "kvreviver"),
-            ("h2o+sketch, shrunk", "h2o:recent=0.2+sketch:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed"),
+            (
+                "h2o+sketch, shrunk",
+                "h2o:recent=0.2+sketch-variants:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed",
+            ),
         )
     },
     "quantized": _grouped("quantized:4", 100),

@@ -40,7 +40,7 @@ class EvictedStore(Part):
 
     keeps: ClassVar[bool] = True
     """The store takes evicted entries; otherwise the layer does not gather them."""
-    listens: ClassVar[bool] = False
+    listens: bool = False
     """The store learns the attention that its pieces received, and evicted entries come with their scores."""
     watches: ClassVar[bool] = False
     """Where the selector does not score by attention, the attention of the last step scores resident entries."""
