@@ -68,9 +68,7 @@ def test_parameters_that_name_files_are_marked_and_can_be_refused() -> None:
     register("note", dataclass(frozen=True)(Noted))
     words = {
         "checkpoint": {"kind"},
-        "merge": {"by"},
         "sketch-variants": {"estimate", "by", "keys"},
-        "tiers": {"without"},
     }
     words |= {"streaming-llm": {"positions"}, "kvpress": {"press"}}
     marked = set()

@@ -27,8 +27,6 @@ class Checkpoint(ABC):
     """The checkpoint stores every token, evicted or not."""
     copies: bool
     """A recall computes nothing; at most it copies data."""
-    picks: bool
-    """The checkpoint can return single entries without all earlier ones."""
     replays: bool
     """The checkpoint runs layers again, with the model's masks."""
 
@@ -79,7 +77,7 @@ class Checkpoint(ABC):
     @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return exact keys and values (n, dim) of single entries at ``lane`` (n,) and ``slot`` (n,). All of them must
-        still be stored."""
+        still be stored. Only for kind "kv", and for "residual" with stride 1."""
 
     @abstractmethod
     def first(self, layer: int) -> int:

@@ -36,14 +36,8 @@ class Fate(ABC):
     """Ids and positions of all tokens are needed."""
     predictable: ClassVar[bool] = True
     """:meth:`holds` returns the bytes of its stores, so the planner lists methods with this fate."""
-    keeps: ClassVar[bool] = True
-    """:attr:`EvictedStore.keeps` of its stores."""
-    merges: ClassVar[bool] = False
-    """:attr:`EvictedStore.merges` of its stores."""
-    makes_room: ClassVar[bool] = False
-    """Its stores merge neighbours instead of taking evicted entries (:attr:`EvictedStore.neighbours`)."""
-    across_heads: ClassVar[bool] = False
-    """How an entry of one KV head is stored depends on other heads."""
+    stores: ClassVar[type[EvictedStore]] = EvictedStore
+    """The class of its stores, or a base class with the same flags."""
     files: ClassVar[Sequence[str]] = ()
     """Parameters that may name files of this machine; a server refuses them in requests."""
 

@@ -96,8 +96,6 @@ class Selector(ABC):
     """It needs a budget."""
     in_order: ClassVar[bool] = False
     """The oldest entry is evicted in all heads at once. Entries therefore form a ring."""
-    by_age: ClassVar[bool] = False
-    """Only age decides which entries are evicted."""
     scores_arrivals: ClassVar[bool] = False
     """New entries get a first score from :meth:`arrive`; otherwise it is 0."""
     scores_by_slot: ClassVar[bool] = False

@@ -147,7 +147,7 @@ def _selected(
         if selector.divides:
             moving = max(moving, _divided(heads, max(arriving), size.tokens, layer, geometry))
         workspace = max(workspace, moving, store.workspace + reader.workspace)
-        stored = 0 if fate.merges or not fate.keeps else store.entries or sum(evicted)
+        stored = 0 if fate.stores.merges or not fate.stores.keeps else store.entries or sum(evicted)
     return replace(
         size,
         exact=exact,

@@ -40,6 +40,34 @@ STEPS = 2
 """Steps of projected gradient descent."""
 
 
+class Matched(EvictedStore):
+    """Holds no entries. A fitted entry stands for the whole text: a rollback into the text removes it."""
+
+    keeps = False
+    merges = True
+
+    def __init__(self, ledger: Ledger, meter: Meter, ridge: float) -> None:
+        self.ledger, self.meter, self.ridge = ledger, meter, ridge
+
+    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
+        with self.meter.merging():
+            for bank in resident.banks:
+                extra, newest = bank.counted()
+                lanes = range(len(bank.slots)) if bank.lanes is None else bank.lanes.tolist()
+                for number, lane in enumerate(lanes):
+                    columns = (bank.slots[number] >= 0).nonzero().flatten()
+                    if not (len(columns) and bool(text.valid[lane].any())):
+                        continue
+                    scores, values, chosen = _of_lane(text, lane, bank.slots[number, columns].long())
+                    weights, fitted = matched(scores, values, chosen, self.ridge)
+                    bank.values[number, columns] = fitted.to(bank.values.dtype)
+                    extra[number, columns] = weights - 1
+                    newest[number, columns] = text.keys.shape[1] - 1
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        return merged_states(self.ledger, lanes, length)
+
+
 @dataclass(frozen=True)
 class AttentionMatching(Fate):
     """The entries that stay get weights and values that make their attention like that of the whole text.
@@ -57,9 +85,7 @@ class AttentionMatching(Fate):
     label: ClassVar[str] = "matched"
     source: ClassVar[str] = "arXiv:2602.16284"
     papers: ClassVar[Sequence[Paper]] = (ATTENTION_MATCHING,)
-    keeps: ClassVar[bool] = False
-    merges: ClassVar[bool] = True
-    predictable: ClassVar[bool] = False
+    stores: ClassVar[type[EvictedStore]] = Matched
 
     def __post_init__(self) -> None:
         if self.queries < 1:
@@ -89,34 +115,6 @@ class AttentionMatching(Fate):
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Matched(site.ledger, site.meter, self.ridge)
-
-
-class Matched(EvictedStore):
-    """Holds no entries. A fitted entry stands for the whole text: a rollback into the text removes it."""
-
-    keeps = False
-    merges = True
-
-    def __init__(self, ledger: Ledger, meter: Meter, ridge: float) -> None:
-        self.ledger, self.meter, self.ridge = ledger, meter, ridge
-
-    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
-        with self.meter.merging():
-            for bank in resident.banks:
-                extra, newest = bank.counted()
-                lanes = range(len(bank.slots)) if bank.lanes is None else bank.lanes.tolist()
-                for number, lane in enumerate(lanes):
-                    columns = (bank.slots[number] >= 0).nonzero().flatten()
-                    if not (len(columns) and bool(text.valid[lane].any())):
-                        continue
-                    scores, values, chosen = _of_lane(text, lane, bank.slots[number, columns].long())
-                    weights, fitted = matched(scores, values, chosen, self.ridge)
-                    bank.values[number, columns] = fitted.to(bank.values.dtype)
-                    extra[number, columns] = weights - 1
-                    newest[number, columns] = text.keys.shape[1] - 1
-
-    def states(self, lanes: int, length: int) -> Tensor:
-        return merged_states(self.ledger, lanes, length)
 
 
 def _of_lane(text: SecondReading, lane: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:

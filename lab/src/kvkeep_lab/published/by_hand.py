@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.memory.inference import outside_inference_mode
+from kvkeep.models.sharded import processes
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed
 from kvkeep.stores.resident.selected import Selected
@@ -42,17 +44,23 @@ def recall(cache: Any, positions: Sequence[int], limit: int = 64) -> int:
     length, slots = cache.get_seq_length(), list(dict.fromkeys(positions))
     if limit < 0 or any(not 0 <= slot < length for slot in slots):
         raise UsageError(f"recall() takes slots from 0 to {length - 1} and a limit of at least 0.")
-    if cache.checkpoint is None or not cache.checkpoint.picks:
+    if cache.spec is None or not picks(cache.spec, cache.model):
         raise UsageError(f"Checkpoint kind '{cache.spec}' cannot bring back single entries; 'kv' and 'residual' can.")
     chosen = torch.tensor(slots, dtype=torch.int64, device=cache.made.device)
     return sum(_recalled(layer, chosen, limit) for layer in layers)
+
+
+def picks(spec: CheckpointSpec, model: Any) -> bool:
+    """Return whether a checkpoint can return single entries: one of entries, or of the residuals of every layer where
+    this process has all heads."""
+    return spec.kind == "kv" or (spec.kind == "residual" and spec.stride == 1 and processes(model) == 1)
 
 
 def _backed(cache: Any) -> list[Layer]:
     cache.compress()
     cache.stream.roll_back()
     fate = cache.method.store_fate
-    if not cache.method.recall.backed or fate.keeps or fate.makes_room:
+    if not cache.method.recall.backed or fate.stores.keeps or fate.stores.makes_room:
         raise UsageError(
             f"Method '{cache.method.name}' does not keep all its entries in checkpoints alone, so they cannot be "
             "evicted and recalled by hand; use 'kv-lru'."

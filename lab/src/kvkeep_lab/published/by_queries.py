@@ -138,7 +138,7 @@ class NeighboursByQueries(Neighbours):
     """A fate that merges the least attended neighbours by the attention of the last queries. Each subclass has its
     file: a frozen dataclass with :meth:`clues` and :meth:`share`."""
 
-    merging: ClassVar[type[MergeNeighbours]] = MergeByQueries
+    stores: ClassVar[type[MergeNeighbours]] = MergeByQueries
 
     @abstractmethod
     def clues(self, queries: Queries) -> Tensor:

@@ -19,6 +19,7 @@ from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.base import GroupedFate
 from kvkeep.stores.evicted.groups import GROUP, Codec
+from kvkeep_lab.published.split_heads import check_heads_together
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class LowRank(GroupedFate):
 
     label: ClassVar[str] = "truncated to a low rank"
     source: ClassVar[str] = "arXiv:2603.19664, section 5.7"
-    across_heads: ClassVar[bool] = True  # bases are computed from the weights of all heads
     returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True
 
@@ -41,6 +41,7 @@ class LowRank(GroupedFate):
             raise UsageError(f"The rank is at least 1, not {self.rank}.")
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
+        check_heads_together(model, "fate 'lowrank'")  # bases are computed from the weights of all heads
         adapter, layers = bind(model), geometry.full_layers
         adapter.require("turn", [layer.index for layer in layers], "low rank", "use another method")
         for layer in layers:

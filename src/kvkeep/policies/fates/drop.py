@@ -22,7 +22,7 @@ class Drop(Fate):
     """Evicted entries are discarded."""
 
     label: ClassVar[str] = "dropped"
-    keeps: ClassVar[bool] = False
+    stores: ClassVar[type[EvictedStore]] = Dropped
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Dropped()

@@ -15,7 +15,6 @@ class Everything(Recall):
     """Every step attends to the checkpoint, which holds all entries in the order of the text."""
 
     label: ClassVar[str] = ""
-    reads_all: ClassVar[bool] = True
 
     def reader(self, site: Site, shared: Any) -> Reader:
         return ReadCheckpoint(site)

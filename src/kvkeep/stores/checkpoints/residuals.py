@@ -25,8 +25,7 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
 class ResidualCheckpoint(Checkpoint):
-    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers. all_heads: this process
-    has all heads of the model."""
+    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers."""
 
     by_token = True
     copies = False
@@ -41,16 +40,12 @@ class ResidualCheckpoint(Checkpoint):
         *,
         meter: Meter,
         page: int,
-        all_heads: bool,
     ) -> None:
         self.home, self.capacity = home, spec.capacity
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
-        # If every layer has residuals, single entries are rebuilt. Otherwise layers run again between anchors.
-        # Where heads are split over processes, all processes look up the same ids together, but would pick different
-        # ones.
-        self.picks, self.replays = self.stride == 1 and all_heads, self.stride > 1
+        self.replays = self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
         self.spec = spec
         self._windows = [layer.window for layer in geometry.layers]
@@ -96,7 +91,9 @@ class ResidualCheckpoint(Checkpoint):
             self._drop()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Project the requested slots once for all lanes, a page at a time; then pick the slots of each lane."""
+        """Project the requested slots once for all lanes, a page at a time; then pick the slots of each lane. Only
+        where every layer has residuals, and this process all heads: with several processes, all look up the same ids
+        together, but would pick different ones."""
         union, place = slot.unique(return_inverse=True)
         rows: Rows | None = self._rows.get(layer)
         by_row = torch.arange(self.ledger.batch, device=slot.device)

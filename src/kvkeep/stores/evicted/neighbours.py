@@ -21,7 +21,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
-from kvkeep.contracts.store import MakesRoom
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
@@ -31,10 +31,12 @@ from kvkeep.stores.resident.eviction import Arriving
 from kvkeep.stores.slots import merged_states
 
 
-class MergesNeighbours(MakesRoom):
+class MergesNeighbours(EvictedStore):
     """Makes room among resident entries by merging, without the selector's ranks. slack: the number of tokens that one
     merging makes room for while decoding."""
 
+    keeps = False
+    makes_room = True
     by_lane: ClassVar[tuple[str, ...]] = ("moved", "lost")
     """The names of tensors (lanes, ...), each None before its first use."""
 
@@ -66,6 +68,7 @@ class MergesNeighbours(MakesRoom):
         self.length = resident.length
 
     def merged(self) -> tuple[int, int]:
+        """Return the number of merged pairs of entries, and the number of those with a clamped weight."""
         pairs, clamped = self.tally.tolist()
         return int(pairs), int(clamped)
 

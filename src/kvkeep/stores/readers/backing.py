@@ -86,12 +86,11 @@ def attended_exactly(layer: Layer, step: AttentionInputs, output: Tensor, lse: T
     """Let the selector and the store learn the attention of a step over all entries: resident, evicted and new."""
     resident, store = layer.resident, layer.evicted
     wide = step.wide(layer.length)
-    if step.brings_entries and store.neighbours is not None:
-        store.neighbours.begin(resident)
+    if step.brings_entries:
+        store.begin(resident)
     resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces()] if resident.observes else []
     resident.observe(step, lse, resident_segments, layer.pending, layer.length)
     if store.listens:
         pieces = store.pieces(step.query, resident, layer.length)
         observe_evicted(layer, step, lse, [layer.segment(piece, step, wide) for piece in pieces])
-    if store.neighbours is not None:
-        store.neighbours.attended(step, output, resident)
+    store.attended(step, output, resident)

@@ -55,7 +55,7 @@ class DraftAndVerify(Backed):
         """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
         only the backing has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
-        only_backed = not (store.keeps or store.neighbours)
+        only_backed = not (store.keeps or store.makes_room)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
 
     # -- a forward pass -----------------------------------------------------------------------------

@@ -24,12 +24,11 @@ class ReadEvicted(Reader):
         settled = layer.attends_settled(step)
         if settled:
             layer.settle()
-        elif step.brings_entries and store.neighbours is not None:
-            store.neighbours.begin(resident)
+        elif step.brings_entries:
+            store.begin(resident)
         found = self._attended_where_it_lies(layer, step) if settled and step.queries == 1 else None
         output = self._attended(layer, step, settled) if found is None else found
-        if store.neighbours is not None:
-            store.neighbours.attended(step, output, resident)
+        store.attended(step, output, resident)
         if step.last:
             layer.finish()
         return output

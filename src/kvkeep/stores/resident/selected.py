@@ -42,7 +42,7 @@ class Selected(WorkingSet):
         self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
         self.adapter = adapter
         self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
-        scored = store.listens or store.merges or store.neighbours is not None
+        scored = store.listens or store.merges or store.makes_room
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
@@ -251,8 +251,7 @@ class Selected(WorkingSet):
         observed = bool(self._scores)
         self._scores, self._hand = {}, 0
         self.length = first + new.count
-        if self.store.neighbours is not None:
-            self.store.neighbours.settled(observed, self)
+        self.store.settled(observed, self)
         return left
 
     def _divide(self, new: Arriving) -> EvictedEntries | None:
@@ -289,8 +288,8 @@ class Selected(WorkingSet):
         if new.unpadded and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None
-        if store.neighbours is not None:
-            store.neighbours.make_room(bank, new, self)
+        if store.makes_room:
+            store.make_room(bank, new, self)
             return None
         if store.merges:
             bank.counted()
