@@ -27,6 +27,7 @@ from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import holding_of
+from kvkeep.stores.layer import lanes_of
 from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
@@ -141,7 +142,7 @@ class KeepCache(Cache):
         :meth:`recompose` on, or for a selector that divides a layer's budget; else None."""
         if self.reading or not (self.method.reading or self.method.selector.divides):
             return None
-        return [list(layer.resident.budgets) for layer in self.stream.bounded]
+        return [list(layer.resident.banks.budgets) for layer in self.stream.bounded]
 
     @property
     def budgets(self) -> Sequence[Sequence[int]] | None:
@@ -290,7 +291,7 @@ class KeepCache(Cache):
             holding.select(index)
         self.ledger.select(index.to(self.made.device))
         if self.checkpoint is not None:
-            self.checkpoint.select(index, lambda number: self.layers[number].lanes_of(index))
+            self.checkpoint.select(index, lambda number: lanes_of(index, self.layers[number].heads))
         if self.positions is not None:
             self.positions.select(index)
 

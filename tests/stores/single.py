@@ -42,7 +42,7 @@ def attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, scaling: f
     layer.ledger.append(torch.zeros(key.shape[0], key.shape[2], dtype=torch.int64), None, None, None)
     layer.update(key, value)
     step = AttentionInputs.of(SimpleNamespace(), query, key, value, None, scaling, key.shape[1], True, True)
-    return step.unfolded(layer.attend(step))
+    return step.unfolded(layer.reader.attend(layer, step))
 
 
 def greedy(cost: list[float], wanted: int) -> list[int]:

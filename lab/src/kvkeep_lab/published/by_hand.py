@@ -75,7 +75,7 @@ def _recalled(layer: Layer, slots: Tensor, limit: int) -> int:
     if not layer.length or not len(slots):
         return 0
     wanted = away(layer)[:, slots]
-    wanted &= wanted.cumsum(1) <= min(limit, layer.resident.least_columns)
+    wanted &= wanted.cumsum(1) <= min(limit, layer.resident.banks.least_columns)
     chosen = compact(wanted)
     if chosen.shape[1]:
         bring(layer, slots[chosen.clamp(min=0)].masked_fill(chosen < 0, -1))

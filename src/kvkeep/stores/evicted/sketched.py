@@ -128,7 +128,7 @@ class Sketched(EvictedStore):
     def swap(self, resident: WorkingSet, length: int) -> None:
         if self.inside is None or self.scores is None:
             return
-        columns = resident.columns
+        columns = resident.banks.columns
         count = min(SWAPS, columns, self.inside.shape[1] - 1)
         for _ in range(0, columns, max(1, count)):
             inside, scores = self.inside[:, :-1], self.scores[:, :-1]

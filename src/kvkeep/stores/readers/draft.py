@@ -130,7 +130,7 @@ class DraftAndVerify(Backed):
     def choose(self, layer: Layer) -> None:
         """Choose the resident entries anew from all entries, if these exceed the budget."""
         voters, self._voters = self._voters, None
-        if voters is None or not self.chooses(layer) or layer.resident.least_columns >= layer.length:
+        if voters is None or not self.chooses(layer) or layer.resident.banks.least_columns >= layer.length:
             return
         step, lse = voters.step, voters.lse
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:

@@ -92,7 +92,7 @@ class ReadEvicted(Reader):
 def observe_evicted(layer: Layer, step: AttentionInputs, lse: Tensor, evicted: Iterable[Segment]) -> None:
     """Let a store that listens learn the attention of its pieces in a step, by the log-sum-exp over all entries."""
     resident = layer.resident
-    window, lse = resident.selector.observation_window or None, resident.unpadded(lse)
+    window, lse = resident.selector.observation_window or None, layer.ledger.unpadded(lse, layer.heads)
     reduce = resident.selector.reduce
     weights = [received(step.query, piece, lse, step.scaling, window, reduce) for piece in evicted]
     layer.evicted.observe(weights, min(step.queries, window or step.queries), resident)

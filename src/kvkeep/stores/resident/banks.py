@@ -185,6 +185,19 @@ class Banks:
     def columns(self) -> int:
         return max(bank.columns for bank in self.banks)
 
+    @property
+    def least_columns(self) -> int:
+        """The smallest capacity of a lane, in entries."""
+        return min((bank.columns for bank in self.banks), default=0)
+
+    @property
+    def seen_by_all(self) -> int:
+        """The number of columns in use, if they are consecutive and every later query sees all of them; else 0."""
+        bank = self.banks[0]
+        if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
+            return 0
+        return bank.used if bank.columns else 0
+
     def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Give every lane the columns for its row's entries, with the new ``keys`` and ``values`` (lanes, n, dim) after
         ``length`` slots, up to its budget. Lanes with the same number of columns share a bank."""

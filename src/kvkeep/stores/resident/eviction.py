@@ -186,29 +186,6 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     return left
 
 
-def with_new(bank: Bank, new: Arriving, scores: Tensor | None) -> EvictedEntries:
-    """Return copies of a bank's entries and of the new ones, in one list. scores: of the new ones, (lanes, n)."""
-    old = bank.entries(scores is not None).each(lambda rows: rows[:, : bank.used])
-    every = (
-        None
-        if one is None
-        else torch.nn.functional.pad(one, (0, new.count))
-        if fresh is None
-        else torch.cat([one, fresh], 1)
-        for one, fresh in zip(old[:-1], (new.keys, new.values, new.slots, scores, None, None), strict=True)
-    )
-    return EvictedEntries(*every)  # type: ignore[arg-type]
-
-
-def some(entries: EvictedEntries, chosen: Tensor, scored: bool) -> EvictedEntries:
-    """Return the ``chosen`` entries, (lanes, n) bool, in their order. scored: with scores."""
-    counts = chosen.sum(1)
-    columns = (~chosen).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
-    left = entries._replace(scores=entries.scores if scored else None).at(columns)
-    slots = left.slots.masked_fill(~chosen.gather(1, columns), -1)
-    return left._replace(slots=slots, holes=not bool((counts == counts[0]).all()))
-
-
 def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
     """Return the entries at ``leaving`` (lanes, n), which counts the columns of the bank, then the new entries."""
     refused, old = leaving >= bank.columns, bank.entries(False).at(leaving.clamp(max=bank.columns - 1))
