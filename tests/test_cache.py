@@ -14,8 +14,8 @@ from families import VOCABULARY, tiny
 from helpers import allocated, assert_near, counted, expected, generate, padded, prompt, step, stock
 
 from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, stream, verified
+from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
-from kvkeep.memory.rows import PagedRows
 from kvkeep.models.binding import digest_text
 from kvkeep.policies.request import Options
 from kvkeep.stock import requested
@@ -88,11 +88,11 @@ def test_one_line_says_what_it_is_and_a_block_ends_with_nothing_held(tmp_path: P
     mapped = Path("/proc/self/maps")
     with KeepCache(tiny("llama"), "kv-direct", 16, where="disk", folder=tmp_path) as cache:
         step("llama", cache, prompt(1, 40))
-        held = cache.resident_bytes()
+        held = cache.memory().resident_bytes
         assert held and str(tmp_path) in mapped.read_text()
         assert repr(cache) == f"KeepCache(method='kv-direct', budget='16', tokens=40, bytes={held}, exactness='exact')"
         assert (cache.memory().process_bytes or 0) > held
-    assert str(tmp_path) not in mapped.read_text() and cache.resident_bytes() == 0
+    assert str(tmp_path) not in mapped.read_text() and cache.memory().resident_bytes == 0
     assert repr(cache).startswith("KeepCache(method='kv-direct', budget='16', tokens=0, bytes=0")
     assert repr(KeepCache(tiny("llama"))) == "KeepCache(method='full', tokens=0, bytes=0, exactness='exact')"
 

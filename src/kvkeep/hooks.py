@@ -72,6 +72,7 @@ class ForwardHooks:
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._executor: Any = native
+        self._outputs: tuple[list[Tensor], int] = [], 0
 
     @property
     def single(self) -> CacheStream | None:
@@ -251,6 +252,16 @@ class ForwardHooks:
                 found = self._attempt(session, session.cache.update, *parts, layer_idx)
                 if found is not None:
                     session.entries[layer_idx] = found
+
+    def keep_outputs(self, earlier: list[Tensor], last: int) -> None:
+        """Keep what the outputs of a prompt's last chunk need, until :meth:`take_outputs`. earlier: the outputs of the
+        chunks before it, (batch, n, hidden_size); last: the number of its last positions that are used; 0: all."""
+        self._outputs = earlier, last
+
+    def take_outputs(self) -> tuple[list[Tensor], int]:
+        """Return what :meth:`keep_outputs` was given last, and forget it."""
+        kept, self._outputs = self._outputs, ([], 0)
+        return kept
 
     def end_forward(self, completed: bool) -> None:
         """End the pass of each session, and undo that of one that failed."""

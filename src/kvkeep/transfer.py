@@ -14,7 +14,7 @@ from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.memory.rows import PagedRows, Rows, concatenated
+from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
 from kvkeep.stores.recurrent import STATE, RecurrentState
@@ -145,13 +145,13 @@ def copied(cache: Any) -> Any:
     cache.stream.disk.check(compare=True)  # the copy's digests are made of what it gets
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
-        twin.recompose(shares)
+        twin.reset(shares)
     stored = [name for name in given if name.startswith("checkpoint.")]
     others = set(given) - set(stored)
     restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
     copies = dict(twin.checkpoint_rows())
     for name, rows in cache.checkpoint_rows():
-        if isinstance(rows, PagedRows) and rows.lends:
+        if rows.lends:
             for block in rows.freeze(rows.length):
                 copies[name].adopt(block)
         for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):
@@ -191,6 +191,14 @@ def begun(cache: Any, length: int) -> Any:
             other.crop(-surplus)
     cache.stream.disk.check()
     return twin
+
+
+def lacks(cache: Any, length: int) -> bool:
+    """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without a
+    choice: all of an exact text, else the newest ones."""
+    first = max((rows.first for _, rows in cache.checkpoint_rows()), default=0)
+    exact = cache.exact_tokens is None or length <= cache.exact_tokens
+    return first > 0 and (exact or first >= length - (cache.entries or 0))
 
 
 def shareable(cache: Any, length: int) -> int:
@@ -254,7 +262,8 @@ def rewind(cache: Any, length: int, state: dict[str, Tensor]) -> None:
     cache.stream.roll_back(restoring=True)
     if cache.get_seq_length() < length:
         raise UsageError(f"The cache has read {cache.get_seq_length()} tokens, and cannot go back to {length}.")
-    cache.check_positions(length)
+    if cache.positions is not None:
+        cache.positions.check_cut(length)
     for layer in cache.stream.bounded:
         layer.truncate(length)
     restore_last(cache, {name: tensor.to(cache.made.device) for name, tensor in state.items()}, length)

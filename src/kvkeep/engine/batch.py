@@ -182,15 +182,14 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
 def chunk_size(cache: KeepCache) -> int:
     """Return the number of prompt tokens that one pass reads into a cache."""
     chunk: int = cache.stream.chunk
-    free = chunk > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
-    return CHUNK if free else chunk
+    return CHUNK if chunk > CHUNK and cache.stream.any_chunk else chunk
 
 
 def short_chunk_size(cache: KeepCache) -> int:
     """Return the number of prompt tokens that one pass reads while other sessions generate. It is smaller than the
     normal chunk only if the answer does not depend on chunk boundaries and no pass rebuilds evicted entries."""
     stored = cache.checkpoint
-    cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
+    cut = cache.stream.any_chunk and cache.round is None
     kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
     kept = kept and not cache.geometry.recurrent_layers  # bits of a recurrent state depend on the chunks
     return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

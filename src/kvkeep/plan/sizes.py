@@ -10,8 +10,8 @@ from typing import Any
 
 from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.memory.recent_pages import recent_pages_of
-from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
+from kvkeep.memory.pages import pages_of, recent_pages_of
+from kvkeep.memory.rows import BLOCK, ring_rows, up
 from kvkeep.policies.methods import Method
 from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.request import PAGE
