@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.contracts.hook import PassHook
+from kvkeep.contracts.hook import PassHook, ReadingHook
 from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError
@@ -46,11 +46,6 @@ class Fate(ABC):
         """The kind of checkpoint in the method's name; None where the cache's options choose it."""
         return None
 
-    @property
-    def reference_queries(self) -> int:
-        """About how many queries of each KV head a reconstruction keeps for :meth:`EvictedStore.fit`; 0: none."""
-        return 0
-
     def refuses(self, method: Any) -> str | None:
         """Return why this fate cannot be the fate of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
         sentence; None where it can."""
@@ -84,6 +79,10 @@ class Fate(ABC):
 
     def hook(self) -> PassHook | None:
         """Return the hook around the forward passes of one cache, or None."""
+        return None
+
+    def reading_hook(self, tokens: int) -> ReadingHook | None:
+        """Return the hook in the second reading of one layer's text, which has about ``tokens`` tokens, or None."""
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,23 +15,6 @@ from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.step.plan import Destination, Span, StoreShare
 
 _NOTHING = StoreShare()
-
-
-class SecondReading(NamedTuple):
-    """A whole text of one layer, and queries of its reconstruction."""
-
-    keys: Tensor
-    """(lanes, slots, key_dim), as cached."""
-    values: Tensor
-    """(lanes, slots, value_dim), as cached."""
-    real: Tensor | None
-    """(lanes, slots) bool, False for padding; None: no padding."""
-    queries: Tensor
-    """(lanes, n, key_dim), of all heads that share the lane, rotated to positions after the text."""
-    valid: Tensor
-    """(lanes, n) bool, False for queries of padding."""
-    scaling: float
-    """The factor of products of queries with keys."""
 
 
 class EvictedStore(Part):
@@ -96,10 +79,6 @@ class EvictedStore(Part):
     def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
         """Keep new entries of a bank, merging until they fit. Called only where the store :attr:`makes_room`."""
         raise NotImplementedError
-
-    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
-        """Change the resident entries of a text that a reconstruction has chosen, so that attention to them is like
-        attention to the whole text. Called once, only where the fate keeps :attr:`Fate.reference_queries`."""
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return the state of each slot's entry, as if the entry were evicted: (lanes, ``length``) int8 codes of
