@@ -20,7 +20,7 @@ import kvkeep
 from kvkeep import KeepCache, UsageError
 from kvkeep.policies import registry
 from kvkeep.policies.methods import Method, combined, parts, resolve
-from kvkeep.policies.recalls.evicted import Evicted
+from kvkeep.policies.recalls.unnamed import Evicted
 from kvkeep.policies.specs import required
 
 ROOT = Path(__file__).parents[1]

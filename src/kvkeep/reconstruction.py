@@ -125,9 +125,9 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     first_words = FIRST if pieces.excerpt is None else pieces.excerpt.instruction
     words = _words(getattr(cache.model, "kvkeep_tokenizer", None), first_words)
     passes = list(_passes(cache, pieces, words, ids))
-    tokens = sum(one.slots.shape[1] + CUE + len(words.later) + len(words.then) for one in passes)
+    count = sum(one.slots.shape[1] + CUE + len(words.later) + len(words.then) for one in passes)
     make, fate = pieces.reader or ReconstructionReader, cache.method.store_fate
-    readers = [make(layer, pieces.sinks, fate.reading_hook(tokens)) for layer in cache.stream.bounded]
+    readers = [make(layer, pieces.sinks, fate.reading_hook(count)) for layer in cache.stream.bounded]
     with rehearsing(cache, readers) as forget:
         for piece, said, cue, slots in passes:
             for reader in readers:

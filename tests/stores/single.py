@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.selector import Selector
-from kvkeep.contracts.site import Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter

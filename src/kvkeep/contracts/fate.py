@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook, ReadingHook
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

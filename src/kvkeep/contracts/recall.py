@@ -14,8 +14,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.part import Part
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import Part, PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.step.plan import LayerStep

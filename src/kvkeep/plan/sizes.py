@@ -13,7 +13,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.pages import pages_of, recent_pages_of
 from kvkeep.memory.rows import BLOCK, ring_rows, up
 from kvkeep.policies.methods import Method
-from kvkeep.policies.recalls.everything import Everything
+from kvkeep.policies.recalls.unnamed import Everything
 from kvkeep.policies.request import PAGE
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.readers.draft import VOTERS

@@ -10,8 +10,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.contracts.checkpoint import Checkpoint
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

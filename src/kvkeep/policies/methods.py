@@ -18,8 +18,7 @@ from kvkeep.plugins import PARTS, each_plugin
 from kvkeep.policies.fates.checkpoint import Recorded
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.names import check_lab
-from kvkeep.policies.recalls.everything import Everything
-from kvkeep.policies.recalls.evicted import Evicted
+from kvkeep.policies.recalls.unnamed import Everything, Evicted
 from kvkeep.policies.registry import (
     FATES,
     FORMER,

@@ -18,9 +18,9 @@ from transformers.cache_utils import CacheLayerMixin
 from kvkeep.attention import Segment
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Beginning, EntryState, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.memory.extent import Extent, ShapeError

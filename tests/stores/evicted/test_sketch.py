@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.portable import scattered
 from kvkeep.stores.evicted.sketch import CountSketch, places
-from kvkeep.stores.hashes import scattered
 
 ROWS = 3
 

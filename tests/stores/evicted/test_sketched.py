@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvkeep import EntryState, KeepCache
 from kvkeep.contracts.entries import EvictedEntries
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.selector import Selector
-from kvkeep.contracts.site import Site
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.tova import Tova

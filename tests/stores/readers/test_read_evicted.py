@@ -17,7 +17,7 @@ from kvkeep import KeepCache
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.policies.registry import FATES, SELECTORS
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.hook import ReadingHook
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry

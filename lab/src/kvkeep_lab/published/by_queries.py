@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, fits, within
 from kvkeep.models.adapter import Adapter

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, Piece
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger

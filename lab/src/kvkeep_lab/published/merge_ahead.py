@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import gathered
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.evicted.neighbours import MergesNeighbours

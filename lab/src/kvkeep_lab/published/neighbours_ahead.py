@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

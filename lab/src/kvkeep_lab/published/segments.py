@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

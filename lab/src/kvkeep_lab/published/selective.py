@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep_lab.published.by_hand import picks

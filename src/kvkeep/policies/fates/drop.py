@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.store import EvictedStore
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

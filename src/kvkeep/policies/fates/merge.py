@@ -13,8 +13,8 @@ from torch.linalg import vector_norm
 
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.stores.resident.banks import Bank
 from kvkeep.stores.slots import merged_states

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.stores.hashes import scattered
+from kvkeep.portable import scattered
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
+from kvkeep.contracts.part import PredictedBytes
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.contracts.site import PredictedBytes
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each, within

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.stores.hashes import scattered
+from kvkeep.portable import scattered
 
 ROWS = 3
 """The rows of a sketch, as in KVReviver."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader
-from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.read_evicted import observe_evicted

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.attention import attend, received
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.memory.meter import nbytes
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed, attended_exactly

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import Beginning, EvictedEntries, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import JoinedRows, Ring, concatenated

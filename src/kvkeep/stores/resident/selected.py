@@ -11,9 +11,9 @@ from torch import Tensor
 from kvkeep.attention import Segment, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import Asking, Selector
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.places import Device
