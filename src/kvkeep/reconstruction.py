@@ -100,7 +100,7 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     method, geometry = cache.method, cache.geometry
     entries = method.division(geometry, cache.entries).resident
     scores = [reader.scores for reader in readers]
-    with meter.holding(*(part for reader in readers for part in reader.held)):
+    with meter.holding(*(part for reader in readers for part in reader.tensors)):
         shares, windows = method.selector.shares(scores, rows, entries), last_token_state(cache)
         cache.reset(shares)
         cache.stream.record.tell(record.on_progress, record.on_block)
@@ -230,9 +230,9 @@ class ReconstructionReader(Rehearsal):
         """(lanes, slots) float32."""
 
     @property
-    def held(self) -> Sequence[Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         """The tensors that it holds."""
-        return [self.scores, *(() if self.hook is None else self.hook.held)]
+        return [self.scores, *(() if self.hook is None else self.hook.tensors)]
 
     def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Return attention over all entries and the new ones, and score the entries by it."""

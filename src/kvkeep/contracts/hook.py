@@ -29,7 +29,7 @@ class ReadingHook(ABC):
     """What a fate learns of one layer when its text is read a second time (:mod:`kvkeep.reconstruction`)."""
 
     @property
-    def held(self) -> Sequence[Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         """The tensors that it holds."""
         return ()
 

@@ -16,7 +16,7 @@ from kvkeep_lab.published.attention_matching import (
     STEPS,
     AttentionMatching,
     Matched,
-    ReadText,
+    TextAndQueries,
     least_squares,
     matched,
 )
@@ -101,7 +101,7 @@ def test_attention_of_the_queries_comes_nearer_to_that_of_the_text(rows: int, mo
     errors: list[tuple[float, float]] = []
     fit = Matched.fit
 
-    def error(text: ReadText, resident: Any, lane: int) -> float:
+    def error(text: TextAndQueries, resident: Any, lane: int) -> float:
         (bank,) = resident.banks
         queries = text.queries[lane] * text.scaling
         output = (queries @ text.keys[lane].T).softmax(1) @ text.values[lane]
@@ -109,7 +109,7 @@ def test_attention_of_the_queries_comes_nearer_to_that_of_the_text(rows: int, mo
         ours = (queries @ bank.keys[lane].T + bias).softmax(1) @ bank.values[lane]
         return float((ours - output).square().mean())
 
-    def fitted(self: Matched, text: ReadText, resident: Any) -> None:
+    def fitted(self: Matched, text: TextAndQueries, resident: Any) -> None:
         before = [error(text, resident, lane) for lane in range(len(text.keys))]
         fit(self, text, resident)
         errors.extend(zip(before, (error(text, resident, lane) for lane in range(len(text.keys))), strict=True))

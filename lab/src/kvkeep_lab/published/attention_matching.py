@@ -42,7 +42,7 @@ STEPS = 2
 """Steps of projected gradient descent."""
 
 
-class ReadText(NamedTuple):
+class TextAndQueries(NamedTuple):
     """A whole text of one layer, and queries of its second reading."""
 
     keys: Tensor
@@ -70,7 +70,7 @@ class ReferenceQueries(ReadingHook):
         """Of each pass (lanes, heads * n) bool, False for padding."""
 
     @property
-    def held(self) -> Sequence[Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         return [*self.queries, *self.valid]
 
     def attended(self, layer: Any, step: AttentionInputs) -> None:
@@ -89,7 +89,7 @@ class ReferenceQueries(ReadingHook):
         queries, valid = torch.cat(self.queries, 1), torch.cat(self.valid, 1)
         self.queries, self.valid = [], []
         with target.evicted.meter.holding(keys, values):
-            target.evicted.fit(ReadText(keys, values, real, queries, valid, self.scaling), target.resident)
+            target.evicted.fit(TextAndQueries(keys, values, real, queries, valid, self.scaling), target.resident)
 
 
 class Matched(EvictedStore):
@@ -101,7 +101,7 @@ class Matched(EvictedStore):
     def __init__(self, ledger: Ledger, meter: Meter, ridge: float) -> None:
         self.ledger, self.meter, self.ridge = ledger, meter, ridge
 
-    def fit(self, text: ReadText, resident: WorkingSet) -> None:
+    def fit(self, text: TextAndQueries, resident: WorkingSet) -> None:
         """Change the resident entries so that attention to them is like attention to the whole text."""
         with self.meter.merging():
             for bank in resident.banks:
@@ -169,7 +169,7 @@ class AttentionMatching(Fate):
         return ReferenceQueries(self.queries, tokens)
 
 
-def _of_lane(text: ReadText, lane: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_lane(text: TextAndQueries, lane: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of a lane's queries, (n, entries) float32, the values (entries, value_dim) float32, and the
     places of ``slots`` among the entries, without padding."""
     keys, values = text.keys[lane].float(), text.values[lane].float()

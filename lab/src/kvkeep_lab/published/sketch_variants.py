@@ -67,8 +67,8 @@ class SketchVariants(Sketch):
 
     def slots(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
         entry, (cell, total) = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes, self._tallies(layer)
-        room = super().slots(layer, geometry, entries) * ROWS * entry
-        return max(1, (room - total) // (ROWS * (entry + cell)))
+        nbytes = super().slots(layer, geometry, entries) * ROWS * entry
+        return max(1, (nbytes - total) // (ROWS * (entry + cell)))
 
     def _tallies(self, layer: LayerGeometry) -> tuple[int, int]:
         """Return the bytes of float32 tallies: the counts of keys and values for each cell, and their sums over all
