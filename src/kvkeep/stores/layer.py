@@ -142,7 +142,7 @@ class Layer(CacheLayerMixin):
     # -- what attention sees --------------------------------------------------------------------------
 
     def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
-        """Return a piece of the past as a segment, masked by padding and holes. wide: the caller's mask over all slots,
+        """Return a piece of the past as a segment, masked by padding and gaps. wide: the caller's mask over all slots,
         (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
         keys, values = step.expanded(piece.keys, piece.values)
         mask = _seen(piece, self.ledger.visible_by(self.heads) if wide is None else wide)
@@ -269,7 +269,7 @@ def _seen(piece: Piece, visible: Tensor | None) -> Tensor | None:
         return None if visible is None else visible[..., piece.first : piece.first + piece.keys.shape[2]]
     slots = piece.slots
     tail = piece.keys.shape[2] - slots.shape[1]  # entries after it, which all queries see
-    mask = slots[:, None, None] >= 0 if piece.holes else None
+    mask = slots[:, None, None] >= 0 if piece.gaps else None
     if visible is not None:
         visible = visible if piece.lanes is None else visible[piece.lanes]
         index = slots.clamp(min=0)[:, None, None].long().expand(-1, -1, visible.shape[2], -1)

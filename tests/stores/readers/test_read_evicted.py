@@ -53,7 +53,7 @@ class Hoarding(EvictedStore):
         for part in (slice(0, middle), slice(middle, None)) if self.held else ():
             keys, values, slots, _ = (rows[:, part] for rows in self.held)
             if slots.shape[1]:
-                yield Piece(keys[:, None], values[:, None], slots, holes=True)
+                yield Piece(keys[:, None], values[:, None], slots, gaps=True)
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: Any) -> None:
         if weights:

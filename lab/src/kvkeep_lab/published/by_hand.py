@@ -90,7 +90,7 @@ def evict_lowest(resident: Selected, count: int) -> None:
         place = torch.arange(bank.columns, device=leaving.device) < empty + count
         gone = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
         bank.slots.masked_fill_(gone, -1)
-        bank.count_vacant()
+        bank.count_gaps()
 
 
 def away(layer: Layer) -> Tensor:

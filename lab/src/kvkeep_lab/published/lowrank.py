@@ -88,12 +88,12 @@ class Coordinates(Codec):
         plain = self._turned(keys, slots, -1)
         return [rows @ basis for rows, basis in zip((plain, values), self._bases(len(slots)), strict=True)]
 
-    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, gaps: bool) -> Iterator[Piece]:
         bases = self._bases(len(slots))
         keys, values = (part.flatten(1, 2) @ basis.transpose(1, 2) for part, basis in zip(parts, bases, strict=True))
         with self.meter.holding(keys, values):
             keys = self._turned(keys, slots.flatten(1), 1)
-            yield Piece(keys[:, None], values[:, None], slots.flatten(1), holes=holes)
+            yield Piece(keys[:, None], values[:, None], slots.flatten(1), gaps=gaps)
 
     def _bases(self, lanes: int) -> list[Tensor]:
         return [basis.repeat(lanes // len(basis), 1, 1) for basis in self.bases]

@@ -213,7 +213,7 @@ class MergeNeighbours(MergesNeighbours):
         counts = torch.cat([bank.counts(), (new.slots >= 0).float()], 1)
         both = torch.cat([bank.keys[:, :used], new.keys], 1), torch.cat([bank.values[:, :used], new.values], 1)
         entries = OrderedEntries(*both, slots, counts, attention, known)
-        if not new.unpadded or bank.vacant:
+        if not new.unpadded or bank.gaps:
             entries = entries.at(entries.slots.argsort(dim=1, stable=True))
         occupied = (entries.slots >= 0).sum(1, keepdim=True)
         excess = torch.where(occupied > bank.columns, (occupied - bank.columns).clamp(min=self.slack), 0)
@@ -270,7 +270,7 @@ class MergeNeighbours(MergesNeighbours):
         scores = entries.attention * queries * self.readers
         bank.scores = torch.zeros(bank.slots.shape, device=bank.slots.device)
         bank.scores[:, span] = scores[:, last]
-        bank.used, bank.vacant = longest, longest - shortest
+        bank.used, bank.gaps = longest, longest - shortest
         if self.due is None:
             self.due = torch.zeros_like(self.since)
         self.due[bank.index] = torch.where(merged, end, bank.of(self.due)).int()

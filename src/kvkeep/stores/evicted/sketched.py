@@ -91,13 +91,13 @@ class Sketched(EvictedStore):
         slots = compact(self.inside[:, :-1])
         keys, values = self.estimates(slots)
         size = max(1, slots.shape[1]) if query.shape[2] <= MAX_CODED_QUERIES else PAGE
-        holes = bool((slots < 0).any())
+        gaps = bool((slots < 0).any())
         with self.meter.holding(keys.at, keys.cells, values.cells):
             for start in range(0, slots.shape[1], size):
                 stop = start + size
                 if self.listens:
                     self._yielded.append(slots[:, start:stop])
-                yield Piece(keys.part(start, stop), values.part(start, stop), slots[:, start:stop], holes=holes)
+                yield Piece(keys.part(start, stop), values.part(start, stop), slots[:, start:stop], gaps=gaps)
 
     def estimates(self, slots: Tensor) -> tuple[Estimates, Estimates]:
         """Return estimates of the entries at ``slots`` (lanes, n)."""

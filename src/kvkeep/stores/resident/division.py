@@ -59,4 +59,4 @@ def _some(entries: EvictedEntries, chosen: Tensor, scored: bool) -> EvictedEntri
     columns = (~chosen).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
     left = entries._replace(scores=entries.scores if scored else None).at(columns)
     slots = left.slots.masked_fill(~chosen.gather(1, columns), -1)
-    return left._replace(slots=slots, holes=not bool((counts == counts[0]).all()))
+    return left._replace(slots=slots, gaps=not bool((counts == counts[0]).all()))

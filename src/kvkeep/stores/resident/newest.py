@@ -112,7 +112,7 @@ class Newest(Resident):
 
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
-        self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
+        self.store.take(EvictedEntries(keys, values, slots, gaps=False), self)  # type: ignore[arg-type]
         # The store has the entries, even if the rest of this step fails.
         self._keys.first = self._values.first = first + keys.shape[1]
 

@@ -41,7 +41,7 @@ def _plan_scored(resident: Any) -> LayerStep | None:
         return None
     for bank in resident.banks:
         grows = bank.used == bank.columns < bank.budget
-        if not bank.columns or bank.vacant or bank.extra is not None or grows:
+        if not bank.columns or bank.gaps or bank.extra is not None or grows:
             return None
     slots = torch.full((resident.banks.lanes, 1), slot, dtype=torch.int32, device=resident.banks.banks[0].slots.device)
     entries = resident.ranking.candidates(None, slots, None, slot + 1, 1)

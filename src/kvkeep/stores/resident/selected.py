@@ -195,7 +195,7 @@ class Selected(WorkingSet):
         if not bank.columns:  # a budget of 0, or a row of padding
             scores = self.ranking.arrived(bank, new) if store.listens else None
             wanted = store.keeps and not store.merges
-            return EvictedEntries(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
+            return EvictedEntries(new.keys, new.values, new.slots, scores, gaps=not new.unpadded) if wanted else None
         if new.unpadded and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None
@@ -223,7 +223,7 @@ class Selected(WorkingSet):
     def lowest(self, count: int) -> Tensor:
         ranks = torch.full((self.banks.lanes, count), float("inf"), device=self.banks.banks[0].slots.device)
         for bank in self.banks:
-            of_bank = self.ranking.with_holes(bank, self.length)
+            of_bank = self.ranking.with_gaps(bank, self.length)
             of_bank = of_bank.topk(min(count, bank.columns), dim=1, largest=False).values
             ranks[bank.index, : of_bank.shape[1]] = of_bank
         return ranks
@@ -253,7 +253,7 @@ class Selected(WorkingSet):
                 bank.scores[lane, column] = 0.0
             if len(column):
                 bank.used = max(bank.used, int(column.max()) + 1)
-            bank.count_vacant()
+            bank.count_gaps()
         if left and (gathered := self.banks.gathered(left)) is not None:
             self.store.take(gathered, self)
 
