@@ -74,10 +74,10 @@ class Checkpoint(ABC):
     def commit(self, layer: int) -> None:
         """Note that the entry of :meth:`next_row` was written."""
 
-    @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return exact keys and values (n, dim) of single entries at ``lane`` (n,) and ``slot`` (n,). All of them must
-        still be stored. Only for kind "kv", and for "residual" with stride 1."""
+        still be stored. Only where a recall :attr:`copies`."""
+        raise NotImplementedError
 
     @abstractmethod
     def first(self, layer: int) -> int:

@@ -7,6 +7,7 @@ The cache has to keep every entry in a checkpoint, resident or not (``kv-lru``, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,13 +113,35 @@ def picked(reader: Backed, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values (lanes, n, dim) of ``slots`` (lanes, n); zeros where a slot is -1."""
     there = slots >= 0
     lane, _ = there.nonzero(as_tuple=True)
-    found = reader.checkpoint.pick(reader.index, lane, slots[there])
+    checkpoint = reader.checkpoint
+    pick = checkpoint.pick if checkpoint.copies else partial(_projected, checkpoint)
+    found = pick(reader.index, lane, slots[there])
     if len(lane) == slots.numel():
         return found[0].view(*slots.shape, -1), found[1].view(*slots.shape, -1)
     filled = tuple(part.new_zeros(*slots.shape, part.shape[-1]) for part in found)
     for rows, part in zip(filled, found, strict=True):
         rows[there] = part
     return filled[0], filled[1]
+
+
+def _projected(checkpoint: Any, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Return single entries, as :meth:`~kvkeep.contracts.checkpoint.Checkpoint.pick`, of the residuals of every layer.
+    The slots are projected once for all lanes, a page at a time; then those of each lane are picked."""
+    union, place = slot.unique(return_inverse=True)
+    ledger, rows = checkpoint.ledger, dict(checkpoint.stores()).get(f"residual.{layer}")
+    by_row = torch.arange(ledger.batch, device=slot.device)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for page_slots in union.split(checkpoint.page):
+        ids, positions = (part.view()[:, page_slots].squeeze(-1) for part in (ledger.ids, ledger.positions))
+        if rows is None:
+            hidden = checkpoint.adapter.embed(ids, positions)
+        else:
+            picked = rows.pick(by_row.repeat_interleave(len(page_slots)), page_slots.repeat(len(by_row)))
+            hidden = picked.unflatten(0, (-1, len(page_slots))).to(slot.device)
+        parts.append(checkpoint.adapter.project(layer, hidden, positions))
+    keys, values = (torch.cat(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))
+    with checkpoint.meter.holding(keys, values):
+        return keys[lane, place], values[lane, place]
 
 
 def halves(resident: Selected, limit: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from kvkeep.contracts.checkpoint import Checkpoint
@@ -89,29 +88,6 @@ class ResidualCheckpoint(Checkpoint):
             pages = ((low, replay.hidden[:, low : low + self.page]) for low in range(0, stop, self.page))
             yield from self._projected(layer, pages)
             self._drop()
-
-    def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Project the requested slots once for all lanes, a page at a time; then pick the slots of each lane. Only
-        where every layer has residuals, and this process all heads: with several processes, all look up the same ids
-        together, but would pick different ones."""
-        union, place = slot.unique(return_inverse=True)
-        rows: Rows | None = self._rows.get(layer)
-        by_row = torch.arange(self.ledger.batch, device=slot.device)
-        parts: list[tuple[Tensor, Tensor]] = []
-        for low in range(0, len(union), self.page):
-            page_slots = union[low : low + self.page]
-            ids, positions = (
-                part.view()[:, page_slots].squeeze(-1) for part in (self.ledger.ids, self.ledger.positions)
-            )
-            if rows is None:
-                hidden = self.adapter.embed(ids, positions)
-            else:
-                picked = rows.pick(by_row.repeat_interleave(len(page_slots)), page_slots.repeat(len(by_row)))
-                hidden = picked.unflatten(0, (-1, len(page_slots))).to(slot.device)
-            parts.append(self.adapter.project(layer, hidden, positions))
-        keys, values = (torch.cat(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))
-        with self.meter.holding(keys, values):
-            return keys[lane, place], values[lane, place]
 
     def _anchored(self, anchor: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the residuals entering ``anchor``, a page at a time, on the model's device."""
