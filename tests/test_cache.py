@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +12,11 @@ import torch
 from families import VOCABULARY, tiny
 from helpers import allocated, assert_near, counted, expected, generate, padded, prompt, step, stock
 
-from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, stream, verified
+from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, verified
 from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
 from kvkeep.models.binding import digest_text
-from kvkeep.policies.request import Options
+from kvkeep.passes import stream
 from kvkeep.stock import requested
 
 KINDS = ["kv", "residual", "residual:3", "tokens"]
@@ -33,11 +32,6 @@ def test_what_is_left_out_has_a_default() -> None:
     assert KeepCache(model, budget=f"{64 * per_token}B").entries == 64
     assert KeepCache(model, budget=f"{64 * per_token}B", batch=2).entries == 32
     assert KeepCache(model, budget="25%", context=200).entries == 50
-
-
-def test_its_signature_names_every_option() -> None:
-    given = set(inspect.signature(KeepCache).parameters) - {"model", "method", "budget", "request"}
-    assert given == set(Options.__annotations__)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -16,18 +15,18 @@ from kvkeep.budget import Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.hooks import ForwardHooks, SessionPass
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.meter import Memory, Meter, resident_now
 from kvkeep.memory.rows import Rows
+from kvkeep.passes.hooks import ForwardHooks, SessionPass
+from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.assembly import assemble
 from kvkeep.policies.methods import Method
-from kvkeep.policies.request import PAGE, Options, Request
+from kvkeep.policies.request import Options, Request
 from kvkeep.reconstruction import ReconstructionReader, Rereading, compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import lanes_of
 from kvkeep.stores.recurrent_cache import RecurrentCache
-from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork, lacks
 
 
@@ -72,33 +71,13 @@ class KeepCache(RecurrentCache):
         method: str | None = None,
         budget: int | str | Budget | None = None,
         *,
-        checkpoint: str | None = None,
-        where: Literal["device", "host", "disk"] | None = None,
-        capacity: int | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        chunk: int | None = None,
-        page: int = PAGE,
-        context: int | None = None,
-        batch: int = 1,
-        recall: str | None = None,
         request: Request | None = None,
+        **options: Unpack[Options],
     ) -> None:
         if not hasattr(model, "config"):
             raise UsageError(f"A cache needs a loaded model, not a {type(model).__name__}; pass the model itself.")
         self.model = model
-        self.request = request or Request.parse(
-            method,
-            budget,
-            checkpoint=checkpoint,
-            where=where,
-            capacity=capacity,
-            folder=folder,
-            chunk=chunk,
-            page=page,
-            context=context,
-            batch=batch,
-            recall=recall,
-        )
+        self.request = request or Request.parse(method, budget, **options)
         self.method: Method = self.request.method
         self.geometry = ModelGeometry.of(model)
         self.reset()

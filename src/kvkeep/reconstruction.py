@@ -102,7 +102,10 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     scores = [reader.scores for reader in readers]
     with meter.holding(*(part for reader in readers for part in reader.tensors)):
         shares, windows = method.selector.shares(scores, rows, entries), last_token_state(cache)
+        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.reset(shares)
+        if recording:
+            cache.activate_past_recording()
         cache.stream.record.tell(record.on_progress, record.on_block)
         cache.stream.record.begin_with(record.plain)
         try:

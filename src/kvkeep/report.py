@@ -63,7 +63,7 @@ def describe(
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
     reports, notes = [], _notes(request, geometry)
     for layer in geometry.layers:
-        own = exactness if layer.kind == "full" else Exactness.EXACT
+        promise = exactness if layer.kind == "full" else Exactness.EXACT
         if layer.kind == "full":
             by_head = [] if budgets is None else budgets[layer.index]
             effective, entries = name, sum(by_head) // len(by_head) if by_head else made.entries
@@ -76,7 +76,7 @@ def describe(
             kind = "recurrent" if layer.recurrent else layer.kind
             effective, entries, note = _OTHER.get(kind, _UNKNOWN)
         note = note.format(source=layer.source)
-        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, str(own), note, same))
+        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, str(promise), note, same))
     return reports
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,7 +129,6 @@ def home_of_blocks(cache: Any) -> Place:
 def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any:
     """Return a second cache that has read the same text, with the same options or with others (``kind``). ids: the
     text's token ids, for a cache that does not keep them."""
-    cache.stream.roll_back()
     if kind is not None:
         method, budget, options = kind
         twin = _adopted(cache, Request.parse(method or cache.method.name, budget, **options), ids)
@@ -139,24 +139,47 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
     return twin
 
 
+@contextmanager
+def _copying(cache: Any) -> Iterator[None]:
+    """Undo an unfinished pass, and check before and after the block that the disk returns what was written: digests of
+    the copy are made of what it gets."""
+    cache.stream.roll_back()
+    cache.stream.disk.check(compare=True)
+    yield
+    cache.stream.disk.check()
+
+
+def _begin(cache: Any, twin: Any, length: int, ids: Sequence[int] | None = None) -> None:
+    """Give the empty ``twin`` all that ``cache`` has of the first ``length`` tokens, but the entries of full layers."""
+    if ids is None or cache.ledger.records:
+        copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    else:
+        given = torch.tensor([*ids], dtype=torch.int32, device=twin.made.device)[None, :, None]
+        twin.ledger.restore(length, 1, given, torch.arange(length, dtype=torch.int32)[None, :, None].to(given), None)
+    twin.stream.record.begin_with(cache.stream.record.plain)
+    end, state = cache.get_seq_length(), last_token_state(cache)
+    restore_last(twin, {name: tensor.clone() for name, tensor in state.items()}, end)
+    if length < end:
+        for _, holding in _moving(twin):
+            holding.crop(length - end)
+
+
 def copied(cache: Any) -> Any:
     """Return a copy of a cache in separate memory; one tensor is copied at a time. Both read the whole blocks of a
     checkpoint on disk where they lie."""
-    cache.stream.disk.check(compare=True)  # the copy's digests are made of what it gets
-    twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
-    if (shares := cache.shares) is not None:
-        twin.reset(shares)
-    stored = [name for name in given if name.startswith("checkpoint.")]
-    others = set(given) - set(stored)
-    restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
-    copies = dict(twin.checkpoint_rows())
-    for name, rows in cache.checkpoint_rows():
-        if rows.lends:
-            for block in rows.freeze(rows.length):
+    with _copying(cache):
+        twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
+        if (shares := cache.shares) is not None:
+            twin.reset(shares)
+        stored = [name for name in given if name.startswith("checkpoint.")]
+        others = set(given) - set(stored)
+        restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
+        copies = dict(twin.checkpoint_rows())
+        for name, rows in cache.checkpoint_rows():
+            for block in rows.freeze(rows.length) if rows.lends else ():
                 copies[name].adopt(block)
-        for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):
-            copies[name].append(piece)
-    cache.stream.disk.check()
+            for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):
+                copies[name].append(piece)
     return twin
 
 
@@ -174,22 +197,15 @@ def begun(cache: Any, length: int) -> Any:
     reads them where they lie; only a pass with a mask of the caller's own copies all entries. Raises RuntimeError where
     a sliding window has forgotten what would be needed.
     """
-    cache.stream.roll_back()
-    cache.stream.disk.check(compare=True)
-    twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
-    copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
-    twin.stream.record.begin_with(cache.stream.record.plain)
-    for layer in cache.geometry.full_layers:
-        source, target = cache.layers[layer.index], twin.layers[layer.index]
-        blocks, rest = source.beginning(length)
-        if blocks[0]:
-            target.adopt(*blocks)
-        if rest:
-            _append(target, *rest)
-    for other in _copy_windows(cache, twin):
-        if surplus:
-            other.crop(-surplus)
-    cache.stream.disk.check()
+    with _copying(cache):
+        twin = cache.__class__(cache.model, request=cache.request)
+        _begin(cache, twin, length)
+        for layer in cache.geometry.full_layers:
+            target, (blocks, rest) = twin.layers[layer.index], cache.layers[layer.index].beginning(length)
+            if blocks[0]:
+                target.adopt(*blocks)
+            if rest:
+                _append(target, *rest)
     return twin
 
 
@@ -225,13 +241,6 @@ def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:
     )
     visible = None if source.visible is None else source.visible[:, :length].clone()
     twin.restore(length, rows, ids, positions, visible)
-
-
-def _copy_windows(cache: Any, twin: Any) -> list[Any]:
-    """Copy what layers hold besides all keys and values, and return the copies."""
-    length, given = cache.get_seq_length(), last_token_state(cache)
-    restore_last(twin, {name: tensor.clone() for name, tensor in given.items()}, length)
-    return [holding for _, holding in _moving(twin)]
 
 
 def last_token_state(cache: Any) -> dict[str, Tensor]:
@@ -280,6 +289,7 @@ def _moving(cache: Any) -> Iterator[tuple[int, Any]]:
 
 def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     """Return a cache of another kind with the entries of ``cache``, copied in chunks. ids: as in :func:`fork`."""
+    cache.stream.roll_back()
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
     reason = None if cache.reading else _falls_short(cache, twin)
@@ -293,19 +303,12 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
         raise NotCarried(method.name, reason)
     if not length:
         return twin
-    cache.stream.disk.check(compare=True)
-    _copy_windows(cache, twin)
-    if ids is None or cache.ledger.records:
-        copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
-    else:
-        given = torch.tensor([*ids], dtype=torch.int32, device=twin.made.device)[None, :, None]
-        twin.ledger.restore(length, 1, given, torch.arange(length, dtype=torch.int32)[None, :, None].to(given), None)
-    twin.stream.record.begin_with(cache.stream.record.plain)
-    chunk = min(length, twin.stream.chunk)
-    for layer in cache.geometry.full_layers:
-        for keys, values in _chunks(cache, layer.index, chunk):
-            _append(twin.layers[layer.index], keys, values)
-    cache.stream.disk.check()
+    with _copying(cache):
+        _begin(cache, twin, length, ids)
+        chunk = min(length, twin.stream.chunk)
+        for layer in cache.geometry.full_layers:
+            for keys, values in _chunks(cache, layer.index, chunk):
+                _append(twin.layers[layer.index], keys, values)
     if twin.stream.must_reread and not cache.reading:  # else the caller may know what the second reading gives
         twin.compress()
     return twin

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache
-from kvkeep.hooks import ForwardHooks
+from kvkeep.passes.hooks import ForwardHooks
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.native import calls as native_calls

@@ -34,6 +34,7 @@ from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
 from kvkeep.blocks.references import SHARED, Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
+from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     BlockVersion,
@@ -54,7 +55,6 @@ from kvkeep.memory.rows import BLOCK
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
-from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 

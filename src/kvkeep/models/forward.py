@@ -74,7 +74,7 @@ class Reading(Protocol):
     observes: bool
     """Whether every query may influence the choice of entries."""
     record: Any
-    """What is known of the text (:class:`~kvkeep.text_record.TextRecord`)."""
+    """What is known of the text (:class:`~kvkeep.passes.record.TextRecord`)."""
     decoder: Any
     """The only decoder whose passes the cache takes part in; None: any."""
     chunk: int

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Collection
 
 from kvkeep.errors import UsageError, unknown
-from kvkeep.extras import how
-from kvkeep.plugins import PARTS, points
+from kvkeep.plugins import PARTS, how, points
 
 STOCK = "stock"
 """The method that is transformers' cache, for comparisons."""

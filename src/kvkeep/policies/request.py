@@ -64,7 +64,7 @@ class Request:
         else:
             spec = method or ("kv-direct" if budget is not None else "full")
         made = resolve(spec)
-        parsed = Budget.parse(budget)
+        parsed = None if budget is None else Budget.parse(budget)
         for name in ("capacity", "chunk", "context", "page", "batch"):
             number = given.get(name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):

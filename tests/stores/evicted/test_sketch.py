@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.portable import scattered
+from kvkeep.attention.portable import scattered
 from kvkeep.stores.evicted.sketch import CountSketch, places
 
 ROWS = 3

@@ -21,13 +21,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.attention.portable import summed
 from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.sketch import Sketch
-from kvkeep.portable import summed
 from kvkeep.stores.evicted.sketch import ROWS, CountSketch, Estimates
 from kvkeep.stores.evicted.sketched import Hashed, Sketched
 

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.attention.portable import scattered
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.portable import scattered
 
 ROWS = 3
 """The rows of a sketch, as in KVReviver."""

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.attention.portable import summed
 from kvkeep.contracts.entries import EvictedEntries, gathered
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.memory.extent import Extent, ShapeError, fits_each, within
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.portable import summed
 from kvkeep.step.plan import Span
 from kvkeep.stores.evicted.coded import ByChannel, CodedKeys, NormalisedValues, encode
 from kvkeep.stores.evicted.groups import GROUP, EncodedGroups, FewBits, Groups

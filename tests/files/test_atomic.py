@@ -14,11 +14,11 @@ from typing import IO
 
 import pytest
 
-from kvkeep.files import STALE_S, owner, write_whole
+from kvkeep.files.atomic import STALE_S, owner, write_whole
 
 SLOW = """
 import os, sys, time
-from kvkeep import files
+from kvkeep.files import atomic
 
 def slowly(file):
     file.write(b"half")
@@ -26,7 +26,7 @@ def slowly(file):
     print("writing", flush=True)
     time.sleep(60)
 
-files.write_whole(sys.argv[1], slowly)
+atomic.write_whole(sys.argv[1], slowly)
 """
 
 

@@ -1,7 +1,7 @@
 """The stream of one cache: it records the tokens of each forward pass, attends, and undoes an unfinished pass.
 
-The model's hooks (:mod:`kvkeep.hooks`) call it. A layer is *streamed* if the model sees only its new entries, and the
-stream attends to the past. The stream also attends in all other layers if the native library runs them.
+The model's hooks (:mod:`kvkeep.passes.hooks`) call it. A layer is *streamed* if the model sees only its new entries,
+and the stream attends to the past. The stream also attends in all other layers if the native library runs them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvkeep.memory.disk_rows import DiskChecks
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
+from kvkeep.passes.record import TextRecord
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.reconstruction import Rereading
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
 from kvkeep.stores.layer_group import LayerGroup
-from kvkeep.text_record import TextRecord
 
 TRIM_TOKENS = 2048
 """Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
