@@ -135,7 +135,7 @@ def assert_sound(cache: KeepCache, case: Case) -> None:
             columns = bank.columns + tail if bank.columns else 0
             assert bank.keys.shape[:2] == bank.values.shape[:2] == (bank.slots.shape[0], columns)
             assert (bank.slots[:, bank.used :] < 0).all()
-            assert bank.vacant >= int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else True
+            assert bank.gaps >= int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else True
         flags = layer.resident.resident_slots()
         assert flags.shape == (len(lanes), layer.length)
         assert [own.nonzero().flatten().tolist() for own in flags] == [sorted(slots) for slots in lanes]

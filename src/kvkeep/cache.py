@@ -25,6 +25,7 @@ from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Options, Request
 from kvkeep.reconstruction import ReconstructionReader, Rereading, compress
 from kvkeep.stores.dynamic import holding_of
+from kvkeep.stores.layer import lanes_of
 from kvkeep.stores.recurrent_cache import RecurrentCache
 from kvkeep.transfer import fork, lacks
 
@@ -105,7 +106,7 @@ class KeepCache(RecurrentCache):
         its second reading, or for a selector that divides a layer's budget; else None."""
         if self.reading or not (self.method.reading or self.method.selector.divides):
             return None
-        return [list(layer.resident.budgets) for layer in self.stream.bounded]
+        return [list(layer.resident.banks.budgets) for layer in self.stream.bounded]
 
     @property
     def budgets(self) -> Sequence[Sequence[int]] | None:
@@ -207,7 +208,7 @@ class KeepCache(RecurrentCache):
             holding.select(beam_idx)
         self.ledger.select(beam_idx.to(self.made.device))
         if self.checkpoint is not None:
-            self.checkpoint.select(beam_idx, lambda number: self.layers[number].lanes_of(beam_idx))
+            self.checkpoint.select(beam_idx, lambda number: lanes_of(beam_idx, self.layers[number].heads))
         if self.positions is not None:
             self.positions.select(beam_idx)
 

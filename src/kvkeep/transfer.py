@@ -330,7 +330,7 @@ def _reads_itself(twin: Any) -> str | None:
         return f"'{method.name}' ranks by attention scores, {only}"
     if twin.positions is not None:
         return f"'{method.name}' gives entries positions of its own, {only}"
-    if method.fate.makes_room:
+    if method.fate.stores.makes_room:
         return f"'{method.name}' merges by attention, {only}"
     if twin.checkpoint is not None and twin.checkpoint.by_token and twin.spec.kind != "tokens":
         return f"checkpoint kind '{twin.spec}' is of residuals, {only}"

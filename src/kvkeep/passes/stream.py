@@ -322,7 +322,7 @@ class CacheStream:
         index = module.layer_idx
         source = self.geometry.layers[index].source
         layer = self.layers[source]
-        self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)
+        self._pending_bytes = max(self._pending_bytes, sum(part.nbytes for part in layer.pending or ()))
         if self.positions is not None:
             self.positions.place(layer)  # before the new entries, which already have positions
         brings, last = index == source, self._readers[source] == index
@@ -339,7 +339,7 @@ class CacheStream:
                 f"or the {key.shape[2]} new ones."
             )
         step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
-        return step.unfolded(layer.attend(step))
+        return step.unfolded(layer.reader.attend(layer, step))
 
     _attend_without_gradients = outside_inference_mode(_attend_streamed)
 

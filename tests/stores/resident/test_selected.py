@@ -90,7 +90,7 @@ def test_rows_of_a_batch_break_ties_alike() -> None:
     ids = prompt(1, 60)
     others = torch.cat([ids, prompt(1, 60, seed=8), ids])
     shrunk = "estimate=shrunk,by=mean,keys=signed"
-    for spec in ("tova+sketch:swap=1", f"tova+sketch:swap=1,{shrunk}", "snapkv:window=4+sketch:swap=1"):
+    for spec in ("tova+sketch:swap=1", f"tova+sketch-variants:swap=1,{shrunk}", "snapkv:window=4+sketch:swap=1"):
         cache = KeepCache(tiny("llama"), spec, 24, chunk=16)
         for low, high in ((0, 48), *((at, at + 1) for at in range(48, 60))):
             step("llama", cache, others[:, low:high])

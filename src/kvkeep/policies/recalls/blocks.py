@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger

@@ -31,7 +31,6 @@ class EntryCheckpoint(Checkpoint):
 
     by_token = False
     copies = True
-    picks = True
     replays = False
 
     def __init__(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import Beginning, EvictedEntries, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import JoinedRows, Ring, concatenated
@@ -112,7 +112,7 @@ class Newest(Resident):
 
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
-        self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
+        self.store.take(EvictedEntries(keys, values, slots, gaps=False), self)  # type: ignore[arg-type]
         # The store has the entries, even if the rest of this step fails.
         self._keys.first = self._values.first = first + keys.shape[1]
 
