@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import exit_codes
-from storing import TURNS, block_bytes, check_whole, files, kept, ledger_bytes, model, session, store_text
+from storing import TURNS, block_bytes, check_whole, files, kept, ledger_bytes, session, store_text
 
 from kvkeep.blocks.folder import BlockFolder
 from kvkeep.blocks.marked_folder import MARKER
@@ -130,15 +130,6 @@ def test_two_programs_have_one_lock_in_the_folder_that_is_there(tmp_path: Path) 
     assert check_whole(Store(folder), NAME, "full") == TURNS[0]
 
 
-def test_a_closed_session_leaves_the_lock_of_another_program(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    first = StoredSession(Store(folder), NAME, writing=True)
-    shutil.rmtree(folder)
-    with StoredSession(Store(folder), NAME, writing=True):
-        first.close()
-        assert exit_codes(lambda: sys.exit(is_busy(folder))) == [0]
-
-
 def test_a_folder_of_others_in_the_place_of_a_store_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     with StoredSession(Store(folder), NAME, writing=True) as stored:
@@ -162,26 +153,3 @@ def test_a_store_written_without_its_marker_is_one(tmp_path: Path) -> None:
     assert check_whole(Store(tmp_path), NAME, "full") == TURNS[1]
     store_text(Store(tmp_path), NAME, "full")
     assert (tmp_path / MARKER).exists()
-
-
-def test_a_stale_ledger_of_a_backup_is_counted_again(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", quota=10**7)
-    store_text(store, NAME, "full", TURNS[0])
-    shutil.copytree(store.folder, tmp_path / "backup")
-    store_text(store, NAME, "full")
-    shutil.rmtree(store.folder)
-    shutil.copytree(tmp_path / "backup", store.folder)
-    (store.blocks.folder / "bytes").write_bytes(bytes(8))
-    store_text(store, "me/other", "full")
-    assert ledger_bytes(store) == block_bytes(store)
-
-
-@pytest.mark.parametrize("name", ["full", "h2o"])
-def test_what_was_removed_before_it_was_loaded_is_read_again(name: str, tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
-    store_text(store, NAME, name)
-    with StoredSession(store, NAME, writing=True) as stored:
-        shutil.rmtree(store.folder)
-        assert stored.load(model(), "tokenizer").cache.get_seq_length() == 0
-        stored.save(session(kept(name), length=TURNS[1]))
-    assert check_whole(Store(store.folder), NAME, name) == TURNS[1]
