@@ -212,15 +212,6 @@ def test_a_method_of_a_package_reaches_every_command(
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0, answer.text
 
 
-def test_a_fault_of_a_method_leaves_the_others_their_rows(packages: Path, run: Run, model_folder: Path) -> None:
-    common = ("compare", "-m", str(model_folder), "-b", "20", "-n", "3", "-p", "the of " * 30)
-    code, out, _ = run(*common, "-x", "sized:2,h2o", "--json")
-    rows = {row["method"]: row["error"] for row in json.loads(out)["rows"]}
-    assert code == 0 and rows["h2o"] == "" and "Error: " in rows["sized:2"]
-    code, out, err = run(*common, "-x", "sized")
-    assert code == 2 and "selector 'sized' needs size" in err
-
-
 def test_a_broken_package_takes_nothing_with_it(packages: Path) -> None:
     code, out, err = forked_kvkeep("methods", "--json")
     names = {row["name"] for row in json.loads(out)["methods"]}

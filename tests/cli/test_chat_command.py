@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -151,22 +150,6 @@ def test_a_name_that_cannot_be_saved_is_refused_before_the_model_is_loaded(
     code, out, err = run("chat", "--session", word, *(("--sessions", folder) if folder else ()), stdin="the of\n")
     assert code in (1, 2) and not out and sentence in " ".join(err.split()) and len(err.splitlines()) == 1, err
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_file_system_that_is_full_costs_the_session_and_not_the_chat(model_folder: Path, tmp_path: Path) -> None:
-    """By the limit of a process on the size of files."""
-
-    def limited() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as an interpreter begins
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        kvkeep("chat", "-m", str(model_folder), "-n", "3", "--session", str(tmp_path / "s"))()
-
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
-    with started(limited, **pipes) as process:
-        _, err = process.communicate("the of\nby\n", timeout=120)
-    assert process.returncode == 1 and "Traceback" not in err
-    assert err.count("file too large") == 3 and err.count("exact: all") == 2, "after each answer, and at the end"
-    assert not os.listdir(tmp_path)
 
 
 def test_a_chat_whose_last_turn_is_not_saved_does_not_say_saved(

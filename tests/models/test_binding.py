@@ -36,16 +36,6 @@ def fresh() -> Any:
     return tiny.__wrapped__("llama")
 
 
-def test_a_bound_model_can_be_saved(fresh: Any) -> None:
-    KeepCache(fresh, "h2o", 16)
-    file = io.BytesIO()
-    torch.save(fresh, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    results = [forward(one, KeepCache(one, "kv-direct", 16), TEXT).logits for one in (fresh, loaded)]
-    assert torch.equal(*results)
-
-
 def test_a_bound_model_with_recurrent_layers_can_be_saved_and_copied() -> None:
     """Each copy runs its own recurrent modules."""
     model, file = tiny.__wrapped__("bamba"), io.BytesIO()
@@ -128,25 +118,6 @@ def test_an_interrupted_binding_leaves_stock_layers(fresh: Any, at: str) -> None
             assert [len(layer._forward_pre_hooks) for layer in layers] == [1] * 4
         unbind(fresh)
         assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
-
-
-def test_a_model_is_not_unbound_while_another_thread_binds_one(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    undo, free = binding.Binding.undo, list[bool]()
-
-    def unlocked() -> bool:
-        if found := binding._LOCK.acquire(blocking=False):
-            binding._LOCK.release()
-        return found
-
-    def watched(one: binding.Binding) -> None:
-        with ThreadPoolExecutor(1) as threads:
-            free.append(threads.submit(unlocked).result())
-        undo(one)
-
-    monkeypatch.setattr(binding.Binding, "undo", watched)
-    bind(fresh)
-    unbind(fresh)
-    assert free == [False]
 
 
 def test_threads_that_make_its_first_caches_bind_a_model_once(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:

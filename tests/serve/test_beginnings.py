@@ -69,18 +69,6 @@ def test_storing_ends_when_the_server_has_to_end(tmp_path: Path, monkeypatch: py
     assert Store(tmp_path).blocks.count()[0] == 1
 
 
-def test_a_session_with_a_name_and_one_without_begin_with_each_others_text(tmp_path: Path) -> None:
-    engine = serving(tmp_path)
-    one = told(engine, LONG, name=("me", "talk"))
-    engine.close()
-    ids = [*LONG, *one.ended.tokens, 3]
-    for options in ({}, {"name": ("me", "other")}):
-        engine = serving(tmp_path)
-        two = told(engine, ids, **options)
-        assert two.ended.cached >= 256 and [*two.ended.tokens] == alone("llama", ids, **FULL)
-        engine.close()
-
-
 def test_nothing_of_another_owner_is_used_or_touched(tmp_path: Path) -> None:
     engine = serving(tmp_path)
     told(engine, LONG, "me")
@@ -160,20 +148,6 @@ def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family
             cache = KeepCache(tiny(family, positions=2048), **kind)
             wanted = kvkeep.generate(tiny(family, positions=2048), tokenizer(), prompt, cache, max_new_tokens=1)
             assert [*client.ended.tokens] == wanted.tokens
-
-
-def test_a_cancelled_answer_is_stored_too(tmp_path: Path) -> None:
-    engine = serving(tmp_path)
-    client = Client(engine, LONG, 100, owner="me")
-    while not client.job.writes:
-        engine.step()
-    client.job.cancel()
-    run(engine)
-    engine.close()
-    assert client.ended.reason == "cancelled"
-    engine = serving(tmp_path)
-    assert told(engine, [*LONG, *client.ended.tokens, 3]).ended.cached >= len(LONG)
-    engine.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from answering import small
-from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, program, raw, serving, streamed, within
-from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst
+from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, raw, serving, streamed, within
+from worst_bodies import REFUSED, TOKENIZE
 
 from kvkeep.decode.encoding import PromptText
 from kvkeep.serve.engine import Engine
@@ -53,11 +53,6 @@ def loop_seconds() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(loop.ident))
 
 
-def sent(address: str, worst: Worst) -> httpx.Response:
-    """Send a body; a server that answers before it has arrived may close the connection."""
-    return post(address, worst.make("tiny", worst.size), path=worst.path)
-
-
 # -- wrong bodies -----------------------------------------------------------------------------------------
 
 
@@ -89,15 +84,6 @@ def test_a_wrong_body_has_a_few_errors_and_does_not_keep_the_event_loop(
     assert all(count < 10 for count in errors), errors
     assert loop_seconds() - before < LOOP_S
     assert within(5, lambda: figures(address)["kvkeep_request_bytes"] == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TAKEN)
-def test_the_largest_bodies_are_answered_and_do_not_keep_the_event_loop(name: str, address: str) -> None:
-    before = loop_seconds()
-    found = sent(address, TAKEN[name])
-    assert found.status_code == 200 and found.json()["count"] == len(found.json()["tokens"])
-    assert loop_seconds() - before < LOOP_S
 
 
 def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,18 +221,6 @@ def test_bodies_that_arrive_take_memory_as_far_as_they_have_arrived_and_not_beyo
         assert within(10, lambda: figures(address)["kvkeep_request_bytes"] == 0)
 
 
-def test_a_prompt_that_waits_is_counted_and_its_body_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving() as (address, engine):
-        body = {**BODY, "messages": [{"role": "user", "content": "the " * 400 + " " * 100_000}]}
-        with held(engine):
-            client = threading.Thread(target=post, args=(address, body))
-            client.start()
-            assert within(10, lambda: engine.waiting == 1)
-            assert 300 * 36 < request_bytes(address) < 500 * 36
-        client.join(30)
-        assert within(5, lambda: request_bytes(address) == 0)
-
-
 def request_bytes(address: str) -> float:
     return figures(address)["kvkeep_request_bytes"]
 
@@ -348,10 +322,6 @@ def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answ
         assert b"reads too slowly" in told and b'"code":"too_slow"' in told
 
 
-def test_an_event_is_as_short_as_the_event_loop_writes_in_a_few_milliseconds() -> None:
-    assert events.MAX_PIECE_TOKENS <= 64 and events.MAX_PIECE_CHARACTERS <= 2**14
-
-
 # -- connections ------------------------------------------------------------------------------------------
 
 
@@ -450,12 +420,3 @@ def test_ids_have_the_limit_of_a_text_that_no_context_limits(address: str, monke
         found = post(address, {"model": "tiny", "prompt": [5] * count, "max_tokens": 1, "kvkeep": kind}, path=TEXT)
         assert found.status_code == status, found.text
     assert "more than 600 tokens" in found.json()["error"]["message"]
-
-
-def test_a_forked_server_has_workers_of_its_own(model_folder: Path) -> None:
-    """Those of the server of this process are no threads of a fork."""
-    large = json.dumps({"model": "tiny", "prompt": "the " * 20_000, "max_tokens": 1}).encode()
-    with serving() as (address, _):
-        assert post(address, large, path=TEXT).status_code == 400
-    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", "--private", fork=True) as running:
-        assert post(running.address, large, path=TEXT).status_code in (400, 404)

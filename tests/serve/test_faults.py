@@ -92,12 +92,6 @@ def test_the_engines_thread_alone_runs_the_model_and_makes_caches(
     assert ran == made == {threading.get_ident()} and read and not read & made
 
 
-def test_a_model_is_bound_before_there_are_threads() -> None:
-    model = fresh()
-    serving(model)
-    assert model._kvkeep_binding.adapter is not None
-
-
 @pytest.mark.parametrize("heard", [0, 1, 99])
 def test_a_listener_that_fails_ends_its_own_answer_alone(heard: int, tmp_path: Path) -> None:
     """At the first piece, at a later one, and at the end, with a session's turn saved."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
 import shutil
 import socket
 import ssl
@@ -32,7 +30,6 @@ from kvkeep.serve.http import body as bodies
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.events import MAX_PIECE_TOKENS, EventBuffer, Limits
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
-from kvkeep.serve.service import Service
 
 REJECTED = "kvkeep_requests_rejected_total"
 
@@ -55,16 +52,6 @@ def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = K
             return await client.request(given.pop("method", "GET"), path, **given)
 
     return asyncio.run(ask())
-
-
-def test_a_store_that_became_read_only_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = dict.fromkeys(("device", "memory", "age", "quota", "time", "answers", "bucket", "at_end", "capacity"))
-    given |= {"model": "smollm2", "weights": "auto", "pre": None, "waiting": 1, "sessions": str(tmp_path), "cors": ()}
-    service = Service.parse(given | {"log_requests": False}, {}, ())
-    assert service.store() is not None
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # of a system that runs as root, too
-    with pytest.raises(UsageError, match="cannot be written; name another"):
-        service.store()
 
 
 def test_keys_come_from_a_file_and_a_made_one_is_kept(
@@ -241,26 +228,6 @@ def test_a_body_that_is_slow_or_has_two_lengths_ends_its_connection(
     status = b"HTTP/1.1 400" if "Transfer" in length else b"HTTP/1.1 408"
     assert answer.startswith(status) and b"connection: close" in answer.lower()
     assert time.monotonic() - begun < 3
-
-
-def test_a_websocket_request_is_answered_without_advice_in_the_log(
-    server: tuple[str, Engine], caplog: pytest.LogCaptureFixture
-) -> None:
-    address, _ = server
-    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
-    headers = bearer() | {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-    assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 200
-    assert "WebSocket" not in caplog.text and "pip install" not in caplog.text
-
-
-def test_pages_of_other_origins_read_the_id_and_send_what_openai_clients_send() -> None:
-    origin = {"Origin": "https://chat.example"}
-    found = reply(headers=bearer() | origin, origins=["https://chat.example"])
-    assert "x-request-id" in found.headers["access-control-expose-headers"]
-    wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"
-    asks = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
-    found = reply(method="OPTIONS", headers=asks, origins=["https://chat.example"])
-    assert found.status_code == 200 and "x-stainless-lang" in found.headers["access-control-allow-headers"]
 
 
 def test_other_origins_and_hosts_stay_out_unless_asked_for() -> None:

@@ -118,21 +118,6 @@ def test_a_conversation_beyond_its_exact_part_is_taken_over_by_its_next_turn() -
     assert last.ended.cached == len(third) - 9 - 1
 
 
-def test_two_conversations_with_a_common_beginning_keep_their_own_sessions() -> None:
-    """The beginning, within the exact part, is copied from the other one; the rest is never taken from it."""
-    engine, system = serving(), text(250, 0)
-    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=300", "budget": 24, "chunk": 16}
-    chats, cached = [[*system, *text(90, 1)], [*system, *text(95, 2)]], list[list[int]]()
-    for turn in range(3):
-        cached.append([])
-        for number, ids in enumerate(chats):
-            client = Client(engine, ids, NEW, owner="me", **kind)
-            run(engine)
-            cached[-1].append(client.ended.cached)
-            chats[number] = [*ids, *client.ended.tokens, *text(9, 3 + turn)]
-    assert cached == [[0, 250], [345, 350], [360, 365]]
-
-
 def test_a_beginning_is_read_again_where_the_other_session_has_lost_entries() -> None:
     """Also while it has lost none that the first block does not have."""
     kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=1000", "budget": 24, "capacity": 2300}
@@ -166,17 +151,6 @@ def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -
         assert found[0] == found[1]
 
 
-def test_a_whole_text_is_copied_where_windows_are_full() -> None:
-    engine, first = serving("gemma3"), text(60, 0)
-    kind: dict[str, Any] = {"method": "kv-direct", "budget": 24, "chunk": 16}
-    named = Client(engine, first, NEW, name=("me", "a"), **kind)
-    run(engine)
-    second = [*first, *named.ended.tokens, *text(9, 1)]
-    other = Client(engine, second, NEW, owner="me", **kind)
-    run(engine)
-    assert other.ended.cached == 60 + NEW - 1 and [*other.ended.tokens] == alone(engine, second, **kind)
-
-
 @pytest.mark.usefixtures("kernels")
 def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> None:
     """Owners, kinds, prefixes of any length, shorter prompts, cancelled answers, and little memory."""
@@ -207,24 +181,6 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
     for client, ids, kind in asked:
         if client.ended.reason != "cancelled":
             assert [*client.ended.tokens] == alone(engine, ids, len(client.ended.tokens), **kind)
-
-
-def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
-    """A session that goes on with a shorter prompt keeps its buffers; a copy is of nothing that was cut off."""
-    engine = serving(folder=tmp_path)
-    Client(engine, text(700, 0), NEW, name=("me", "a"), method="full")
-    run(engine)
-    session = engine.sessions.memory["me", "a"]
-    client = Client(engine, text(40, 0), 40, name=("me", "a"))
-    engine.step()
-    assert client.job.granted >= session.memory_bytes == in_memory(engine)
-    for kind in KINDS[1:]:
-        Client(engine, text(700, 0), NEW, owner="me", **kind)
-        run(engine)
-        short = Client(engine, [*text(700, 0)[:40], 5], NEW, owner="me", **kind)
-        engine.step()
-        assert short.job.session is not None and short.job.granted >= short.job.session.memory_bytes
-        run(engine)
 
 
 def test_blocks_are_copied_where_no_kernel_attends_to_them_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
