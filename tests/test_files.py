@@ -77,27 +77,6 @@ def test_what_fails_leaves_what_was_there(kind: str, tmp_path: Path, fault: Base
     assert (tmp_path / "file").read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
 
 
-def test_only_files_are_replaced(kind: str, tmp_path: Path) -> None:
-    for path in (tmp_path, Path(os.devnull)):
-        with pytest.raises(OSError):
-            put(path, b"one")
-    assert not Path(os.devnull).is_file()
-
-
-def test_a_file_system_without_nameless_files_has_them_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def refuses(path: str, flags: int, *more: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return opened(path, flags, *more)
-
-    if "nameless" in KINDS:
-        monkeypatch.setattr(os, "open", refuses)
-    put(tmp_path / "file", b"one")
-    assert (tmp_path / "file").read_bytes() == b"one"
-
-
 def test_a_file_system_that_cannot_name_them_has_them_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,11 +121,3 @@ def test_what_others_write_is_left_to_them(tmp_path: Path) -> None:
     for text in (b"one", b"two"):  # a new file without a name needs none of theirs; one that is replaced does
         put(tmp_path / "file", text)
     assert set(os.listdir(tmp_path)) == {"file", alive, elsewhere, another, old}
-
-
-def test_a_file_of_any_name_is_made_and_replaced(kind: str, tmp_path: Path) -> None:
-    for name in ("file", "a" * 255, "ü" * 127, ".hidden", "with space [x]*"):
-        for text in (b"one", b"two"):
-            put(tmp_path / name, text)
-            assert (tmp_path / name).read_bytes() == text and os.listdir(tmp_path) == [name]
-        (tmp_path / name).unlink()

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import installed, without
 from forked import kvkeep, started
 from running import bearer, post, program
 
@@ -238,13 +237,6 @@ def test_a_broken_package_takes_nothing_with_it(packages: Path) -> None:
     said = "kvkeep: The command 'torn' (acme_kv:torn) is broken: AttributeError"
     assert code == 1 and not out and err.splitlines()[-1].startswith(said)
     assert forked_kvkeep("norms", "--count", "4")[:2] == forked_kvkeep("own", "--count", "4")[:2] == (0, "4\n")
-
-
-def test_what_is_installed_is_no_part_of_the_tests(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeep.plugins.entry_points", without(installed()))
-    code, out, err = forked_kvkeep("methods", "--json")
-    assert code == 0 and "large-values" not in out and not err
-    assert forked_kvkeep("norms")[0] == 2 and forked_kvkeep("compare", "--help")[0] == 0, "the lab's stay"
 
 
 def test_a_shell_completes_methods_of_packages(packages: Path) -> None:

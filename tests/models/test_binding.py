@@ -157,17 +157,6 @@ def test_another_model_is_refused(fresh: Any, method: str) -> None:
         assert cache.get_seq_length() == 0
 
 
-def test_prompts_longer_than_a_chunk_are_compiled() -> None:
-    """By a back end that traces but compiles nothing."""
-    fresh = tiny.__wrapped__("llama", 1)
-    cache, other = (KeepCache(fresh, "h2o", 16) for _ in range(2))
-    compiled = torch.compile(fresh, backend="eager")
-    for part in (TEXT, TEXT[:, :1]):
-        result = forward(compiled, cache, part).logits
-        torch.testing.assert_close(result, forward(fresh, other, part).logits, atol=1e-5, rtol=1e-5)
-    assert cache.get_seq_length() == other.get_seq_length() == 61
-
-
 @pytest.mark.parametrize(("method", "budget"), WAYS)
 def test_a_cache_filled_in_inference_mode_continues_outside_it(method: str, budget: int | None) -> None:
     model, results = tiny("llama"), []

@@ -31,7 +31,6 @@ from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     MAX_STRINGS,
     MAX_VALUES,
-    SMALL_BYTES,
     Hold,
     RequestMemory,
     read_json,
@@ -123,13 +122,9 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
     [
         ({"messages": [{"role": "user", "content": "a"}] * 10_001}, "messages", "10000"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1001}]}, "messages.0", "1000"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 900}] * 60}, "messages", "50000"),
         ({"stop": ["a"] * 17}, "stop", "16"),
-        ({"stop": "a" * 1001}, "stop", "1000"),
         ({"model": "m" * 1001}, "model", "1000"),
-        ({"user": "m" * 1001}, "user", "1000"),
         ({"kvkeep": {"session": "s" * 201}}, "kvkeep.session", "200"),
-        ({"kvkeep": {"budget": "1" * 201}}, "kvkeep.budget", "200"),
         ({"kvkeep": dict.fromkeys(map(str, range(101)), 1)}, "kvkeep", "100"),
         ({"max_tokens": 400, "logprobs": True, "top_logprobs": 20}, "max_tokens", "95"),
     ],
@@ -142,23 +137,6 @@ def test_each_limit_has_a_name_a_number_and_a_remedy(
     error = found.json()["error"]
     assert found.status_code == 400 and error["param"].startswith(field), error
     assert limit in error["message"] and any(word in error["message"] for word in ("; send", "; s", "; j", "; leave"))
-
-
-def test_what_agents_send_is_within_the_limits(address: str) -> None:
-    part = {"type": "text", "text": "the river", "cache_control": None}
-    system = {"role": "system", "content": [part] * 20}
-    turns = [{"role": role, "content": [part] * 2} for role in ("user", "assistant")] * 4999
-    tools = {"a": [{"b": {"c": 'd "e" {[,:', "f": ["g"] * 50}}] * 900}  # 100 KB in a text
-    user = {"role": "user", "content": json.dumps(tools)}
-    found = post(address, {"messages": [system, *turns, user]}, path=TOKENIZE)
-    assert found.status_code == 200 and found.json()["count"] > 10_000
-
-
-@pytest.mark.parametrize("text", ['"', "\\", "{[,:", '\\"', "\\\\", "é", '{"a":["b"]}'])
-def test_signs_within_strings_are_no_structure(text: str) -> None:
-    signs = ["".join(random.Random(seed).choices([text, "x", '"', "\\"], k=2)) * 50_000 for seed in range(3)]
-    body = json.dumps({"a": signs, text: text}).encode()
-    assert len(body) > SMALL_BYTES and read_json(body) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -385,8 +363,6 @@ def test_a_body_of_tiny_chunks_is_not_read(key: str, address: str, caplog: pytes
     [
         "GET /health HTTP/1.1\r\nHost: localhost\r\n" + "X-A: b\r\n" * 100_000 + "\r\n",
         "GET /" + "a" * 1_000_000 + " HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + "a" * 1_000_000 + "\r\n\r\n",
-        "\r\n" * 100_000,
         "\0" * 100_000,
     ],
 )
@@ -411,12 +387,3 @@ def test_the_documentation_states_the_limits_that_there_are() -> None:
         connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, events.MAX_BUFFERED_BYTES // 10**6,
     )  # fmt: skip
     assert {f"{number:,}" for number in numbers} <= {*re.findall("[0-9][0-9,]*[0-9]|[0-9]", rows)}
-
-
-def test_ids_have_the_limit_of_a_text_that_no_context_limits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "MAX_PROMPT_TOKENS", 600)
-    kind = {"method": "streaming-llm", "budget": 64}
-    for count, status in ((600, 200), (601, 400)):
-        found = post(address, {"model": "tiny", "prompt": [5] * count, "max_tokens": 1, "kvkeep": kind}, path=TEXT)
-        assert found.status_code == status, found.text
-    assert "more than 600 tokens" in found.json()["error"]["message"]

@@ -118,23 +118,6 @@ def test_a_conversation_beyond_its_exact_part_is_taken_over_by_its_next_turn() -
     assert last.ended.cached == len(third) - 9 - 1
 
 
-def test_a_beginning_is_read_again_where_the_other_session_has_lost_entries() -> None:
-    """Also while it has lost none that the first block does not have."""
-    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=1000", "budget": 24, "capacity": 2300}
-    for length, copied in ((1500, 990), (1900, 0)):
-        engine = Engine(Loaded(tiny("llama", positions=4096), tokenizer(), "tiny", "tiny"), PLENTY)
-        first = text(length, 0)
-        one, second = Client(engine, first, NEW, owner="me", **kind), [*first[:990], *text(40, 1)]
-        run(engine)
-        assert one.ended.exact_tokens == 1000 and not one.ended.lost_tokens
-        other = Client(engine, second, NEW, owner="me", **kind)
-        run(engine)
-        third = [*first, *one.ended.tokens, *text(9, 2)]
-        again = Client(engine, third, NEW, owner="me", **kind)
-        run(engine)
-        assert (other.ended.cached, again.ended.cached) == (copied, len(third) - 10), "none takes the other's session"
-
-
 def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -> None:
     kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=200", "budget": 24, "chunk": 16}
     for more in (1, 2):

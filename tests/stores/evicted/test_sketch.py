@@ -152,24 +152,6 @@ def test_the_variance_is_a_share_of_the_loads(by: str, factor: float) -> None:
     assert abs(error.var() / (load * factor) - 1) < 0.08
 
 
-@settings(max_examples=12, deadline=None)
-@given(load=st.sampled_from([2, 6, 20]), slots=st.sampled_from([30, 100]), seed=st.integers(0, 50))
-def test_the_chernoff_bound_holds(load: int, slots: int, seed: int) -> None:
-    """Appendix E: with N = r b and a insertions, P(x > (1 + delta) 3a/N) <= exp(-delta^2 3a / ((2 + delta) N)) for the
-    vectors x in a slot; and the variance of an estimate is above a pi / N with a probability below exp(-a / N)."""
-    count, dim, size = load * slots, 200, ROWS * slots
-    sketch, at, vectors = filled(count, slots, dim, False, seed=seed, tallies=True)
-    assert sketch.counts is not None
-    others = sketch.counts.view(-1)[(at % size).flatten()] - 1
-    mean = ROWS * count / size
-    for delta in (0.5, 1.0, 2.0):
-        share = (others > (1 + delta) * mean).float().mean()
-        assert share <= math.exp(-(delta**2) * mean / (2 + delta)) + 3 / math.sqrt(count)
-    signed, at, vectors = filled(count, slots, dim, seed=seed)
-    variances = (signed.query(at) - vectors).square().mean(2)
-    assert (variances > count * math.pi / size).float().mean() < math.exp(-count / size)
-
-
 @pytest.mark.parametrize("by", ["median", "mean"])
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("load", [1, 8, 90])
