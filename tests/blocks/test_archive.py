@@ -216,7 +216,7 @@ def tried(data: bytes, folder: Path, crafted: bool, name: str) -> str:
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
 def test_changed_archives(change: str, count: int, exported: dict[str, bytes], tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

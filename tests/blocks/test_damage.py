@@ -120,7 +120,7 @@ def loaded(folder: Path, name: str, own: Any, tokenizer: str, again: bool) -> st
     return f"{length} tokens"
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [60, pytest.param(240, marks=pytest.mark.slow)])
 def test_damage_gives_the_right_bits_or_a_sentence(whole: Path, others: list[Any], number: int, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     folder = Path(shutil.copytree(whole, tmp_path / "store"))

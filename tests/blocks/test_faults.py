@@ -106,6 +106,7 @@ def check_recovered(store: Store, name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(files(folder)) == 2, files(folder)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("when", "name", "every"),
     [
@@ -192,6 +193,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(
         check_recovered(Store(folder), "kv-direct", monkeypatch)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [

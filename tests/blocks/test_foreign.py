@@ -101,6 +101,7 @@ def use(store: Store, folder: Path) -> None:
     assert check_whole(Store(store.folder, quota=None), NAME, "h2o") == TURNS[1]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_others_have_put_into_a_store_stays_as_it_is(kind: str, tmp_path: Path) -> None:
     store, target = Store(tmp_path / "store"), tmp_path / "elsewhere" / "target"
@@ -133,6 +134,7 @@ OURS = (
 )
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("file", "hard link")])
 @pytest.mark.parametrize("place", OURS)
 def test_another_thing_in_the_place_of_a_file_is_a_sentence_and_stays(place: str, kind: str, tmp_path: Path) -> None:

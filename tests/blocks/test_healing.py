@@ -72,6 +72,7 @@ def is_busy(folder: Path) -> int:
     return 0
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["full", "h2o"])
 @pytest.mark.parametrize("what", DISASTERS)
 def test_an_open_session_is_saved_as_a_whole_where_the_store_is(

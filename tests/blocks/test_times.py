@@ -54,6 +54,7 @@ def test_ages_count_again_after_a_while(tmp_path: Path, monkeypatch: pytest.Monk
     assert store.evict() == 1
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("when", TIMES)
 def test_files_of_any_time_are_listed_and_evicted(when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, quota=10**7)

@@ -105,35 +105,6 @@ def test_the_client_has_its_answer_before_anything_is_stored(tmp_path: Path, mon
     engine.close()
 
 
-def test_what_was_not_stored_because_another_answer_came_is_stored_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def started() -> Engine:
-        return Engine(small("llama", 2048), 10**9, store=Store(tmp_path), **FULL)
-
-    engine, gate, write = started(), threading.Event(), BlockFolder.write
-
-    def slow(*given: Any, **options: Any) -> int:
-        assert gate.wait(30)
-        return write(*given, **options)
-
-    ids = text(900, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockFolder, "write", slow)
-        one = Client(engine, ids[:-NEW], 2, owner="me")
-        while not one.done:
-            engine.step()
-        two = Client(engine, [*ids[:300], *text(20, 2)], 2, owner="me")  # begins with the same text
-        threading.Timer(0.1, gate.set).start()
-        run(engine)
-    assert two.ended.cached == 300
-    engine.close()
-    engine = started()
-    known = [*ids[:-NEW], *one.ended.tokens]
-    assert told(engine, [*known, 3]).ended.cached == len(known) - 1
-    engine.close()
-
-
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_next"])
 def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family: str, tmp_path: Path) -> None:
     ids = text(600, 1)

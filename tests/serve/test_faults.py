@@ -28,7 +28,6 @@ from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.registry import register, unregister
 from kvkeep.policies.selectors.h2o import H2O as HeavyHitters
-from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Event
 
@@ -213,29 +212,3 @@ def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -
         if not engine.step():
             break
     assert late[0].ended.written == 2
-
-
-def test_a_store_that_cannot_be_looked_through_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nor a session that cannot be closed; and the engine's thread does not look."""
-    looked = set[int]()
-
-    def broken(*given: Any) -> Any:
-        looked.add(threading.get_ident())
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
-    monkeypatch.setattr(Store, "evict", broken)
-    engine = serving(folder=tmp_path, quota=10**6, age=10**6)
-    client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
-    run(engine)
-    assert client.ended.written == NEW and looked and threading.get_ident() not in looked
-    assert "not removed" in caplog.text
-    session = engine.sessions.memory[("me", "talk")]
-    assert session.stored is not None
-    real = session.stored.close
-    monkeypatch.setattr(session.stored, "close", lambda: (real(), broken()))
-    engine.sessions.park(session)
-    assert "cannot be closed" in caplog.text and not engine.sessions.memory
-    engine.close()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from families import tiny
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client import Counter, Gauge, Histogram
-from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, held, post, program, serving, streamed
+from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.decode.encoding import PromptText
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
@@ -111,33 +109,6 @@ def test_tokens_of_probabilities_are_the_text_up_to_a_stop_string_and_no_end(
     tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
     assert found["finish_reason"] == "stop" and len(tokens) == whole.tokens.index(end) > 2
     assert "".join(tokens) == found["text"] and offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
-
-
-def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
-    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop does not wait for the tokenizer, which a worker uses."""
-    (address, engine), begun, gate, waited = server, threading.Event(), threading.Event(), list[bool]()
-
-    def slow(*given: Any, **named: Any) -> PromptText:
-        begun.set()
-        waited.append(gate.wait(10))
-        return PromptText("the river")
-
-    asked = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "logprobs": 2}
-    with streamed(address, asked, path=TEXT) as found:
-        lines = found.iter_lines()
-        next(lines)
-        with held(engine):
-            monkeypatch.setattr("kvkeep.serve.http.answering.prompt_text", slow)
-            other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
-            other.start()
-            assert begun.wait(10)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert httpx.get(f"{address}/health").status_code == 200 and not waited
-    gate.set()
-    other.join()
-    assert waited == [True]
 
 
 def test_a_session_is_its_keys_own(address: str) -> None:

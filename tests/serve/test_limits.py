@@ -18,17 +18,16 @@ from typing import Any
 import httpx
 import pytest
 from answering import small
-from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
+from running import BODY, KEYS, bearer, figures, held, post, serving, streamed, within
 
 from kvkeep.blocks.store import Store
 from kvkeep.cli.serve.address import Address, https
-from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.errors import UsageError
-from kvkeep.serve.engine import Engine, Finished
+from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering, connection, events
 from kvkeep.serve.http import body as bodies
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.events import MAX_PIECE_TOKENS, EventBuffer, Limits
+from kvkeep.serve.http.events import Limits
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 
 REJECTED = "kvkeep_requests_rejected_total"
@@ -153,40 +152,6 @@ def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(
     counted = figures(address)
     assert counted[REJECTED + '{reason="budget"}'] == 1  # a client's mistake, and no failure
     assert 'kvkeep_requests_ended_total{reason="failed"}' not in counted
-
-
-def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(
-    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def unread() -> None:
-        mail = EventBuffer()
-        for number in range(10_000):
-            mail.put(TextPiece(f"{number} ", (TokenLogprob(number, "", b"", 0.0, ()),)))
-        assert len(mail._pieces) == 10_000 // MAX_PIECE_TOKENS and mail.bytes > 10_000
-        mail.put(Finished("stop", "", (), 0, 0, 0))
-        pieces = list[TextPiece]()
-        while isinstance(piece := await mail.get(), TextPiece):
-            pieces.append(piece)
-        assert "".join(one.text for one in pieces) == "".join(f"{number} " for number in range(10_000))
-        assert [token.token for one in pieces for token in one.logprobs] == [*range(10_000)]
-        assert max(len(one.logprobs) for one in pieces) <= MAX_PIECE_TOKENS  # as much as is written at once
-        assert isinstance(piece, Finished) and mail.bytes == 0
-
-    asyncio.run(unread())
-    monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.5)
-    address, engine = server
-    body = {**BODY, "max_tokens": 480, "logprobs": True, "top_logprobs": 20, "stream": True}
-    with raw(address, body) as stuck:
-        assert within(5, lambda: bool(engine.running))
-        assert post(address, BODY).status_code == 200
-        assert within(10, lambda: not engine.running)
-        time.sleep(0.7)
-        stuck.settimeout(10)
-        read = b""
-        with suppress(ConnectionError):
-            while part := stuck.recv(1 << 20):
-                read += part
-        assert b'"role"' in read and b"[DONE]" not in read  # it was let go before it began to read
 
 
 def test_headers_that_never_end_are_let_go(server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:

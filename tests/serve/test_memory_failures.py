@@ -39,9 +39,9 @@ from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.job import Finished
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "failing_memory.c"
-SIZES = (14, 20, 30, 60, 200, 450, 700)
+SIZES = (14, 60, 450)
 """MB of address space in which kvkeep cannot start."""
-BEYOND = (0, 4, 12, 40, 100, 1000)
+BEYOND = (0, 12, 100, 1000)
 """MB of address space beyond what kvkeep asks for before it loads a model."""
 limited = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 
@@ -99,7 +99,7 @@ def test_a_server_under_any_limit_answers_or_says_that_memory_is_short(long_mode
     """And it answers ``/health``, and ends in order."""
     answered = set[str]()
     options = ("-m", str(long_model_folder), "--memory", "20MB", "-x", "full")
-    for more in (0, 35, 45, 55, 65, 75, 90, 110, 150, 1000):
+    for more in (0, 45, 65, 90, 1000):
         with ExitStack() as stack:
             try:
                 running = stack.enter_context(program(*options, limit=limits(asked_for() + more)))
@@ -138,7 +138,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("least", "stride", "count"),
