@@ -42,7 +42,6 @@ from kvkeep.serve.http.starting import StartingApp
 LOOP_S = 0.5
 """Processor time that the event loop's thread may take for a body of 8 MB: ten times what it takes to receive one, and
 less than to work on one."""
-SOME = ("200,000 empty parts", "unknown fields", "ids", "a long name", "names of special tokens")
 
 
 def loop_seconds() -> float:
@@ -61,9 +60,8 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
-)
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_body_has_a_few_errors_and_does_not_keep_the_event_loop(
     name: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

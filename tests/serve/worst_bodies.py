@@ -1,4 +1,4 @@
-"""Bodies that cost a server the most that it can be asked for: what it refuses."""
+"""Bodies that cost a server the most that it can be asked for: what it refuses, and the largest that it takes."""
 
 from __future__ import annotations
 
@@ -85,18 +85,49 @@ def messages(parts: int, letters: int = 0) -> Callable[[str, int], bytes]:
 
 REFUSED = {
     "200,000 empty parts": Worst(CHAT, 400, chat("{}"), 600_000),
+    "1,000,000 empty parts": Worst(CHAT, 400, chat("{}"), 3 * MB),
     "empty lists": Worst(CHAT, 400, chat("[]")),
+    "parts": Worst(CHAT, 400, chat('{"type":"text","text":""}')),
+    "many parts": Worst(CHAT, 400, chat('{"type":"text","text":""}'), 1_700_000),
     "10,000 messages of 100 parts": Worst(CHAT, 413, messages(100)),
+    "10,000 messages of 25 parts": Worst(CHAT, 400, messages(25)),
+    "wrong messages": Worst(CHAT, 400, lambda model, size: filled('{"messages":[', '{"role":"x"}', "]}", size)),
     "nested lists": Worst(CHAT, 400, lambda model, size: b"[" * size),
+    "nested objects": Worst(CHAT, 400, lambda model, size: b'{"a":' * (size // 5)),
     "unknown fields": Worst(CHAT, 400, names),
+    "159,000 unknown fields": Worst(CHAT, 400, names, 159_000 * 12),
     "a long name": Worst(CHAT, 400, lambda model, size: b'{"' + b"x" * size + b'":1}'),
+    "one name": Worst(CHAT, 400, lambda model, size: filled("{", '"a":1', "}", size)),
+    "stop strings": Worst(CHAT, 400, field('"stop":[', '"a"', "]")),
+    "tools": Worst(CHAT, 400, field('"tools":[', "{}", "]")),
+    "119,000 tools": Worst(CHAT, 400, field('"tools":[', "{}", "]"), 119_000 * 3),
     "logit_bias": Worst(CHAT, 400, field('"logit_bias":{', '"1":1', "}")),
+    "metadata": Worst(CHAT, 400, field('"metadata":{"a":[', '"b"', "]}")),
     "digits": Worst(CHAT, 400, field('"seed":', "1" * 7 * MB, "")),
+    "digits of a fraction": Worst(CHAT, 400, field('"temperature":0.', "9" * 7 * MB, ',"x":1')),
     "no JSON": Worst(CHAT, 400, lambda model, size: b"x" * size),
+    "a model's name": Worst(CHAT, 400, lambda model, size: b'{"messages":[],"model":"' + b"x" * size + b'"}'),
     "ids": Worst(TEXT, 400, prompt("7")),
+    "1,100,000 ids": Worst(TEXT, 400, prompt("7"), 2_200_000),
+    "prompts": Worst(TEXT, 400, prompt("[]")),
     "words": Worst(TEXT, 400, text("the ")),
     "escapes": Worst(TEXT, 400, text("\n")),
+    "other letters": Worst(TEXT, 400, text("é ß 語 "), 6 * MB),
+    "spaces": Worst(TEXT, 400, text(" ")),
     "10,000 messages of 5 parts": Worst(CHAT, 400, messages(5, 100)),
+    "a long message": Worst(CHAT, 400, text("the sea ", "messages")),
     "names of special tokens": Worst(CHAT, 400, text("<|im_end|>", "messages")),
 }
 """By name: what no model answers, whatever its context."""
+TAKEN = {
+    "words": Worst(TOKENIZE, 200, text("the sea and "), 3_900_000),
+    "other letters": Worst(TOKENIZE, 200, text("é語ø"), 1_300_000),
+    "one word": Worst(TOKENIZE, 200, text("a"), 3_900_000),
+    "spaces": Worst(TOKENIZE, 200, text(" "), 4 * MB),
+    "escapes": Worst(TOKENIZE, 200, text("\n")),
+    "names of special tokens": Worst(TOKENIZE, 200, text("<|im_end|>"), 4 * MB),
+    "messages with names of special tokens": Worst(TOKENIZE, 200, text("<|im_end|>", "messages"), 1_500_000),
+    "a long message": Worst(TOKENIZE, 200, text("the sea ", "messages"), 3_900_000),
+    "10,000 messages of 5 parts": Worst(TOKENIZE, 200, messages(5, 20), 0),
+}
+"""By name: the largest bodies that are answered."""

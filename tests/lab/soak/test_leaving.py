@@ -243,3 +243,42 @@ def slow_clients(running: Program, read: list[int]) -> Iterator[None]:
             over.set()
             for thread in threads:
                 thread.join()
+
+
+@pytest.mark.real
+@pytest.mark.soak(14)
+def test_thirty_who_read_nothing_do_not_slow_others(say: Any) -> None:
+    """Both halves of a round write the same answers beside those that are measured; in one half nobody reads them."""
+    ratios, beside = list[float](), 30
+    with program("--memory", "2GB", "-x", "h2o", "-b", "128", "--private") as running:
+        asyncio.run(gaps(running, MEASURED, 2))
+        before = running.peak_mb(reset=True)
+        for number in range(3):
+            p95 = {}
+            for slow in (number % 2 == 0, number % 2 == 1):
+                with ExitStack() as stack:
+                    for reader in range(beside):
+                        asked = counting(running.model, MEASURED + reader, 2000) | {"logprobs": 20, "stream": True}
+                        one = stack.enter_context(raw(running.address, asked, TEXT))
+                        if not slow:
+                            threading.Thread(target=drained, args=(one,), daemon=True).start()
+                    assert within(120, lambda: figures(running.address)["kvkeep_requests_running"] == beside)
+                    p95[slow] = quantiles(asyncio.run(gaps(running, MEASURED, 0)), n=20)[-1]
+                    assert figures(running.address)["kvkeep_requests_running"] == beside, "they wrote all the time"
+                assert within(120, lambda: not figures(running.address)["kvkeep_requests_running"])
+            ratios.append(p95[True] / p95[False])
+            say.progress(f"round {number + 1} of 3: {ratios[-1]:.2f} ×")
+        grown = running.peak_mb() - before
+    assert median(ratios) <= 1.2 and grown < 500, (ratios, grown)
+    say(
+        f"{beside} readers of nothing, with 20 log-probabilities a token, beside {MEASURED} answers: their 95th "
+        f"percentile between tokens is {median(ratios):.2f} × ({min(ratios):.2f} to {max(ratios):.2f}) that beside "
+        f"{beside} readers that keep up, {grown:+.0f} MB"
+    )
+
+
+def drained(one: socket.socket) -> None:
+    """Read all that is sent, until the connection is closed."""
+    with suppress(OSError):
+        while one.recv(1 << 16):
+            pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -12,11 +13,45 @@ from typing import Any
 
 import httpx
 import pytest
-from answering import Client, run, small, text
+from answering import Client, alone, mixed, run, small, text
+from families import FAMILIES
 from running import TEXT, Program, bearer, counting, program
 
 from kvkeep.engine import batch, scheduler
 from kvkeep.serve.engine import Engine
+
+
+@pytest.mark.soak(10)
+def test_batched_sessions_of_every_method_equal_single_ones(say: Any) -> None:
+    """Eight at a time; one in four is cancelled at some step."""
+    complete = cut = tokens = 0
+    names = set[str]()
+    for place, family in enumerate(FAMILIES):
+        dice = random.Random(f"soak {family}")
+        cases = mixed(family, dice, 10**6)
+        engine, here, clients = Engine(small(family), 10**9), list[Client](), list[Client]()
+        for name, ids, new, cache in cases:
+            while len([one for one in here if not one.done]) >= 8 or dice.random() < 0.6:
+                engine.step()
+                if here and dice.random() < 0.05:
+                    dice.choice(here).job.cancel()
+            here = [one for one in here if not one.done]
+            here.append(Client(engine, ids, new, **cache))
+            clients.append(here[-1])
+            names.add(name)
+        run(engine)
+        for client, (name, ids, new, cache) in zip(clients, cases, strict=True):
+            found = [*client.ended.tokens]
+            assert found == alone(family, ids, new, **cache)[: len(found)], (family, name)
+            assert client.ended.reason == "cancelled" or len(found) == new
+            complete, cut = complete + (len(found) == new), cut + (len(found) < new)
+            tokens += len(found)
+        say.progress(f"{place + 1} of {len(FAMILIES)} families, {complete + cut} answers")
+    say(
+        f"{complete + cut} sessions of {len(names)} methods on {len(FAMILIES)} families, 8 at a time, joining at "
+        f"random, {cut} cancelled: all {tokens:,} tokens as generate alone"
+    )
+
 
 ROUNDS, SESSIONS, NEW = 5, 8, 64
 LEAST = 2.0
