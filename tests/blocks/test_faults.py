@@ -221,6 +221,30 @@ def test_an_error_at_any_operation_of_a_load(name: str, fault: Callable[[], None
     assert check_whole(Store(tmp_path), "me/talk", name) == TURNS[1]
 
 
+def test_two_writers_of_one_session_lose_no_turn(tmp_path: Path) -> None:
+    """Each program goes on with what it finds, until its turn is saved."""
+    cache = kept("full", 3)
+
+    def talk(who: str) -> None:
+        for number in range(12):
+            while True:
+                try:
+                    with StoredSession(Store(tmp_path), "talk", writing=True) as stored:
+                        said = stored.about["notes"]["said"] if stored.about else []
+                        stored.save(session(cache, said=[*said, f"{who}{number}"]))
+                except SessionError as error:
+                    assert type(error).__name__ == "SessionBusy", error
+                else:
+                    break
+
+    assert exit_codes(partial(talk, "a"), partial(talk, "b")) == [0, 0]
+    with StoredSession(Store(tmp_path), "talk") as stored:
+        assert stored.about is not None and stored.saves == 24
+        said = stored.about["notes"]["said"]
+    for who in "ab":
+        assert [one for one in said if one.startswith(who)] == [f"{who}{number}" for number in range(12)]
+
+
 def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store_text(Store(tmp_path), "me/talk", "kv-direct")
     opened = os.open
