@@ -46,7 +46,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def test_modes_and_links_are_kept(kind: str, tmp_path: Path) -> None:
-    """Session files used to become private, and links files."""
+    """A file that is replaced keeps its mode, and a link stays a link."""
     folder, link = tmp_path / "elsewhere", tmp_path / "link"
     folder.mkdir()
     before = os.umask(0o027)

@@ -142,7 +142,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None) 
 
 
 def forked_kvkeep(*arguments: str, **variables: str) -> tuple[int, str, str]:
-    """The command line in a process that has loaded no plugins, and whose warnings nobody collects."""
+    """The command line in a process that has loaded no plugins and prints its warnings."""
 
     def run() -> None:
         logging.root.handlers.clear()

@@ -1,4 +1,4 @@
-"""Whatever a file is that is imported: a session as its blocks say, or one sentence; and nothing outside the store."""
+"""Importing any file gives the session that its blocks describe, or one sentence, and writes only into the store."""
 
 from __future__ import annotations
 

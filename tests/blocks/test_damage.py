@@ -1,4 +1,4 @@
-"""Whatever is wrong with a store, a session goes on with the right bits, or is refused by one sentence."""
+"""A session of a damaged store continues with the right bits, or is refused by one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is lost: whatever operation a program is killed at or fails at, the last saved turn is whole."""
+"""The last saved turn is whole, whichever operation of the next save or load fails or is interrupted by a kill."""
 
 from __future__ import annotations
 

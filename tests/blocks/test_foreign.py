@@ -1,4 +1,4 @@
-"""What others have put into a store is not used, not followed, not changed, not removed and not waited for."""
+"""Foreign files in a store are not used, followed, changed, removed or waited for."""
 
 from __future__ import annotations
 

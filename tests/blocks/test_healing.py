@@ -1,4 +1,4 @@
-"""A store that is removed or replaced under a program is written again as a whole, and that is said once."""
+"""A store that is removed or replaced while a program uses it is written again as a whole, with one warning."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_store_that_vanishes_within_a_save_is_saved_again(tmp_path: Path, monk
 
 
 def test_two_programs_have_one_lock_in_the_folder_that_is_there(tmp_path: Path) -> None:
-    """The lock of a removed folder keeps nobody out, so whoever comes first has the session."""
+    """The lock of a removed folder protects nothing: the first program that locks the new folder has the session."""
     folder = tmp_path / "store"
     with StoredSession(Store(folder), NAME, writing=True) as first:
         first.save(session(kept("full", TURNS[0]), length=TURNS[0]))

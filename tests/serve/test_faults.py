@@ -1,4 +1,4 @@
-"""A fault of one session is its own, and the model is one thread's."""
+"""A fault of one session ends no other one, and only the engine's thread runs the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nobody may do: come in without a key, ask for too much, take too long, or learn of another's text."""
+"""Limits: a request without a key, too large, too slow, or about the text of another key is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that runs out: under a limit of the process, and allocation by allocation."""
+"""Memory runs out: by a limit of the process, and by single allocations that fail."""
 
 from __future__ import annotations
 

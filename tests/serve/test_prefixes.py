@@ -81,7 +81,7 @@ def test_what_is_granted_stays_within_the_memory_and_shared_blocks_count_once(tm
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["method"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_clients_without_sessions_find_their_conversations_again(family: str, kind: dict[str, Any]) -> None:
-    """Each turn comes as a whole; what others said with the same beginning is no matter, nor is another owner's."""
+    """Each turn sends the whole text. Texts that begin alike, and those of other owners, change nothing."""
     engine, first = serving(family), text(60, 0)
     one = Client(engine, first, NEW, owner="me", **kind)
     run(engine)
