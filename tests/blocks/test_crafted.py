@@ -1,4 +1,4 @@
-"""A session whose checksums hold is refused by one sentence when it is loaded, or does no harm, whatever it contains."""
+"""A session whose checksums hold is refused by one sentence when it is loaded, or does no harm."""
 
 from __future__ import annotations
 
