@@ -8,11 +8,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-from conftest import tokenizer
 from scripted import BEGIN, END, START, TURN, Vocabulary, byte_level, sentencepiece
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
-from kvkeep.decode.encoding import PromptText, as_data, begins_with, least_tokens
+from kvkeep.decode.encoding import PromptText, as_data, begins_with
 
 PIECES = ("  ", "    ", " t", " th", " the", "de", "def", "<|", "|>", "</")
 KINDS = ("byte level", "sentencepiece", "first", "no space", "stripping")
@@ -114,24 +113,6 @@ def test_threads_encode_at_once_as_each_would_alone() -> None:
     alone = [one.ids(own) for one in texts]
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(lambda one: one.ids(own), texts)] == alone
-
-
-def test_the_lower_bound_of_tokens_is_one() -> None:
-    dice = random.Random(3)
-    words = ["the ", " def", "\n", "        ", "é", "e\u0301", "🦜", "x" * 30, TURN, f"{START} \n  \n ", END]
-    for kind in KINDS:
-        own = made(kind)
-        for normalizer in (None, normalizers.NFC()):
-            if normalizer is not None:
-                if kind != "byte level":
-                    continue
-                own.backend_tokenizer.normalizer = normalizer
-            for count in (0, 1, 9, 90):
-                text = "".join(dice.choices(words, k=count))
-                assert least_tokens(own, text) <= len(own(text, add_special_tokens=False).input_ids)
-        assert least_tokens(own, f"{START}xyz" * 1000) >= 1000
-        assert least_tokens(own, START * 1000) == 1000
-    assert least_tokens(tokenizer(), "the " * 1000) == 0, "a tokenizer of words leaves out spaces"
 
 
 def test_a_beginning_tells_of_a_long_text_that_it_is_too_long() -> None:

@@ -55,7 +55,15 @@ def test_interrupting_the_prompt_keeps_whole_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [(name, family) for name in ("full", "kv", "snapkv+verified, kv") for family in FAMILIES if taken(name, family)],
+    [
+        *(
+            (name, family)
+            for name in ("full", "kv", "snapkv+verified, kv")
+            for family in FAMILIES
+            if taken(name, family)
+        ),
+        *(("stock", family) for family in FAMILIES),
+    ],
 )
 def test_the_tokens_are_those_of_transformers_by_the_models_own_settings(
     name: str, family: str, monkeypatch: pytest.MonkeyPatch
@@ -65,9 +73,11 @@ def test_the_tokens_are_those_of_transformers_by_the_models_own_settings(
     for own, temperature in (({}, 0.8), (settings, 0.0), (settings, 0.8)):
         for setting, value in own.items():
             monkeypatch.setattr(model.generation_config, setting, value)
-        cache, ids = new_cache(name, family), prompt(1, CASES[name].length, 3)
+        case = CASES["full" if name == "stock" else name]
+        cache = stock(family) if name == "stock" else new_cache(name, family)
+        ids = prompt(1, case.length, 3)
         found = generate(model, tokenizer(), ids[0].tolist(), cache, max_new_tokens=5, temperature=temperature, seed=3)
-        after = None if CASES[name].drafts else torch.rand(1)
+        after = None if case.drafts else torch.rand(1)
         torch.manual_seed(3)
         how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         wanted = model.generate(ids, attention_mask=torch.ones_like(ids), cache=stock(family), max_new_tokens=5, **how)

@@ -357,7 +357,7 @@ class StoredSession(Reference):
             raise ShapeError("'uneven' or 'plain' is neither true nor false")
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
-            cache.recompose(past["shares"])
+            cache.reset(past["shares"])
         if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
             raise SessionError(
                 f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here "
