@@ -1,4 +1,4 @@
-"""Nothing is lost: whatever operation a program is killed at or fails at, the last saved turn is whole."""
+"""The last saved turn is whole, whichever operation of the next save or load fails or is interrupted by a kill."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ def check_recovered(store: Store, name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(files(folder)) == 2, files(folder)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("when", "name", "every"),
     [
@@ -184,6 +185,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(
         check_recovered(Store(folder), "kv-direct", monkeypatch)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,7 +13,6 @@ from families import COMMON, tiny
 from helpers import forward, prompt, stock
 
 from kvkeep import Conversation, KeepCache, UsageError, generate
-from kvkeep.decode.prompt import read_text
 from kvkeep.geometry import ModelGeometry
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -51,11 +49,6 @@ def test_a_token_that_the_model_does_not_have(token: int) -> None:
     model = tiny("llama")
     with pytest.raises(UsageError, match=f"has the token id {token}, and the model's are 0 to 96"):
         generate(model, None, [5, token, 7], KeepCache(model))
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfthe \xef\xbb\xbf river")
-    assert read_text(str(tmp_path / "text")) == "the \ufeff river", "only the first one is a mark"
 
 
 @pytest.mark.parametrize("method", ["full", "static", "kv-direct", "window", "h2o", "snapkv+verified"])

@@ -17,7 +17,7 @@ from kvkeep.blocks import archive
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.cli.chat.screen import _history
-from kvkeep.files.private import check_kind, holds, make_folder, open_file, wait_for_lock
+from kvkeep.files.private import make_folder
 from kvkeep.memory.places import Disk
 from kvkeep.models.checksum import remembered_sha256
 from kvkeep.serve.http.keys import kept_key
@@ -73,42 +73,3 @@ def test_a_store_that_is_open_to_others_is_closed_once(tmp_path: Path, caplog: p
     assert [one.getMessage() for one in caplog.records] == [
         f"The folder '{tmp_path / 'store'}' was open to other users (mode 0777), and is closed to them."
     ]
-
-
-def test_a_folder_below_another_is_no_link(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
-    for place in ("link", "link/a", "link/a/b"):
-        with pytest.raises(OSError, match="'link' there is a link and not a folder of kvkeep"):
-            make_folder(tmp_path / "root" / place, tmp_path / "root")
-    assert not os.listdir(tmp_path / "elsewhere")
-    make_folder(tmp_path / "root" / "link" / "a")  # the caller trusts it
-
-
-def test_files_of_other_kinds_are_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"mine")
-    (tmp_path / "link").symlink_to("file")
-    (tmp_path / "nothing").symlink_to("none")
-    os.mkfifo(tmp_path / "pipe")
-    for name, kind in (("link", "a link"), ("nothing", "a link"), ("pipe", "a pipe"), (".", "a folder")):
-        for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
-            with pytest.raises(OSError, match=f"there is {kind} and not a file"):
-                open_file(tmp_path / name, flags)
-    check_kind(tmp_path / "none")
-    assert not (tmp_path / "none").exists() and (tmp_path / "file").read_bytes() == b"mine"
-
-
-def test_a_lock_is_that_of_the_file_that_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    handle = open_file(path, os.O_RDWR | os.O_CREAT)
-    assert holds(handle, path)
-    path.unlink()
-    assert not holds(handle, path)
-    path.touch()
-    assert not holds(handle, path)
-    os.close(handle)
-    os.link(path, other := tmp_path / "other")
-    handle = wait_for_lock(path)
-    assert holds(handle, path) and not path.samefile(other) and other.stat().st_nlink == 1
-    os.close(handle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.blocks import KINDS, quantised
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.formats import chosen_format
-from kvkeep.models.loading import available, describe, load
+from kvkeep.models.loading import describe, load
 from kvkeep.models.matrices import matrices
 from kvkeep.models.packed import Packed, PackedEmbedding, PackedLinear
 from kvkeep.native import library
@@ -260,15 +259,3 @@ def test_a_cast_keeps_packed_weights(model_folder: Path) -> None:
     after = dense(wide)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert wide.dtype == torch.float32 and torch.cosine_similarity(wide(ids).logits, expected.float(), -1).min() > 0.997
-
-
-def test_available_lists_the_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.models import embedded
-
-    known = dataclasses.replace(embedded.EMBEDDED["smollm2"], file="own.gguf")
-    file = embedded.gguf_path(known)
-    file.parent.mkdir(parents=True)
-    made = load(written(file, "Q4_1"), device="cpu")
-    monkeypatch.setitem(embedded.EMBEDDED, "smollm2", known)
-    row = next(row for row in available() if row.name == "smollm2")
-    assert made.weights is not None and row.tensors == made.weights.tensors

@@ -37,7 +37,7 @@ def ending_subject(method: str = "full", budget: str | None = None, family: str 
 
 def tool(name: str) -> Any:
     """A script of tools/, as a module."""
-    spec = spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
+    spec = spec_from_file_location(name, Path(__file__).parents[2] / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)

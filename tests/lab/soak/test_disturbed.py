@@ -19,7 +19,7 @@ MINUTES = float(os.environ.get("MINUTES", "10"))
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("seconds", "seed"),
-    [pytest.param(40, 1, marks=pytest.mark.slow), pytest.param(60 * MINUTES, 2, marks=pytest.mark.soak(15))],
+    [pytest.param(20, 1, marks=pytest.mark.slow), pytest.param(60 * MINUTES, 2, marks=pytest.mark.soak(15))],
 )
 def test_no_disturbance_gives_wrong_bits_or_ends_the_server(
     seconds: float, seed: int, long_model_folder: Path, tmp_path: Path, say: Any
