@@ -55,7 +55,7 @@ test-quick: $(STAMP)
 
 # The long forms of what the server promises, in about a quarter of an hour; SOAK=2,6 for some of them.
 soak: $(STAMP) model
-	OMP_NUM_THREADS=1 SOAK=$(or $(SOAK),all) $(BIN)/pytest tests/soak
+	OMP_NUM_THREADS=1 SOAK=$(or $(SOAK),all) $(BIN)/pytest tests/lab/soak
 
 # The documentation as a site, in site/; `python -m http.server -d site` shows it.
 docs: $(STAMP)

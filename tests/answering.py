@@ -32,7 +32,7 @@ def small(family: str = "llama", positions: int | None = None) -> Loaded:
 
 
 class Client:
-    """Asks, and keeps what it is told."""
+    """A client of an engine, which keeps the events that it receives."""
 
     def __init__(self, engine: Engine, ids: list[int], most: int = NEW, **options: Any) -> None:
         ask = {name: options.pop(name) for name in ("sampling", "stops", "top_logprobs") if name in options}

@@ -9,11 +9,9 @@ import resource
 import shutil
 import signal
 import struct
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,37 +207,3 @@ def _damaged_safetensors(data: bytes, draw: random.Random) -> bytes:
         )
     made = json.dumps(_changed(json.loads(header), draw)).encode()
     return struct.pack("<Q", len(made)) + made + rest
-
-
-if __name__ == "__main__":  # python mutated.py gguf|folder first last bases...
-    import lzma
-    import tempfile
-    import time
-    from collections import Counter
-
-    what, first, last, *bases = sys.argv[1:]
-    totals: Counter[str] = Counter()
-    load(next(base for base in bases if not base.endswith(".xz")), device="cpu")  # imports what children need
-    with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(int(first), int(last)):
-            draw = random.Random(seed)
-            base = Path(bases[seed % len(bases)])
-            place = Path(scratch) / f"m{seed}"
-            if what == "gguf":
-                data = base.read_bytes()
-                kind, data = damaged_gguf(lzma.decompress(data) if base.suffix == ".xz" else data, draw)
-                place = place.with_suffix(".gguf")
-                place.write_bytes(data)
-            else:
-                kind = damaged_folder(base, place, draw)
-            begun = time.perf_counter()
-            said = ended(partial(answered, place))
-            took = time.perf_counter() - begun
-            word = said.split(":")[0]
-            totals[word] += 1
-            if word not in ("answer", "error") or took > 3 or "-v" in os.environ.get("SHOW", ""):
-                print(seed, base.name, kind, f"{took:.1f}s", said, flush=True)
-            if said == "answer: ":
-                totals["empty answer"] += 1
-            shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink(missing_ok=True)
-    print(dict(totals))

@@ -61,6 +61,7 @@ def steps(method: str, budget: int, given: Callable[[int], dict[str, Any]] = lam
     return watches
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("method,budget", BOUNDED)
 def test_a_step_has_the_same_shapes_and_asks_nothing(method: str, budget: int) -> None:
     one, two = steps(method, budget)

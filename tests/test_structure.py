@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from cases import TURN
 from families import tiny
 from helpers import prompt, step
 
@@ -20,7 +21,7 @@ import kvkeep
 from kvkeep import KeepCache, UsageError
 from kvkeep.policies import registry
 from kvkeep.policies.methods import Method, combined, parts, resolve
-from kvkeep.policies.recalls.evicted import Evicted
+from kvkeep.policies.recalls.unnamed import Evicted
 from kvkeep.policies.specs import required
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,7 @@ def combinations() -> Iterator[Method]:
 
 @pytest.mark.slow
 def test_every_combination_works_or_says_why_not() -> None:
-    """Of about 1,200; some read a text."""
+    """All of about 1,200 are resolved; a twelfth of those that work read a text."""
     refused, taken = 0, []
     for made in combinations():
         first, _, recall = made.name.partition("+")
@@ -104,7 +105,7 @@ def test_every_combination_works_or_says_why_not() -> None:
         refused += 1
     assert refused and len(taken) > 500
     model = tiny("llama", positions=4096)  # 'endless' refuses a model with fewer positions than its blocks need
-    for number, spec in enumerate(taken):
+    for spec in taken[TURN % 12 :: 12]:
         method = resolve(spec)
         budget = 201 if method.budgeted and method.selector.keeps_all else 170  # a static cache holds the whole text
         given = {
@@ -113,14 +114,13 @@ def test_every_combination_works_or_says_why_not() -> None:
             if name in method.options and method.budgeted
         }
         cache = KeepCache(model, spec, **given)
-        if number % 17 == 0:
-            for low, high in ((0, 200), (200, 201)):
-                assert step(model, cache, prompt(1, 201)[:, low:high]).isfinite().all(), spec
+        for low, high in ((0, 200), (200, 201)):
+            assert step(model, cache, prompt(1, 201)[:, low:high]).isfinite().all(), spec
 
 
 # -- classes ----------------------------------------------------------------------------------------------
 
-LARGER = {"Conversation", "Engine", "KeepCache", "Layer", "Selected"}
+LARGER = {"Engine"}
 """Classes of more methods than others may have."""
 
 

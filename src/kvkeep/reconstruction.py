@@ -3,31 +3,66 @@
 KVzip (arXiv:2505.23416): after the prompt the model gets a request to repeat it, and the answer in pieces. One pass
 over each piece shows which entries the repetition needs. The first reading is that of ``kv-direct``, exact and within
 the budget; the entries of the repetition are discarded. A selector may have an excerpt read in place of the whole text.
+
+The score of an entry is the maximum attention that it receives from any query of the repeated text, in any head that
+shares the entry. A long text is repeated in pieces. The attention of a piece's queries is then normalised over the
+first entries of the text, and over the piece's entries from the first and from the second reading.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention import Segment, attend, received
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import Piece
+from kvkeep.contracts.hook import ReadingHook
 from kvkeep.contracts.selector import ReconstructionPieces
-from kvkeep.contracts.store import SecondReading
 from kvkeep.errors import UsageError
 from kvkeep.models.chat_templates import filled
-from kvkeep.stores.readers.reconstruction import ReconstructionReader
-from kvkeep.stores.readers.rehearsal import rehearsing
-from kvkeep.transfer import copy_ledger
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
+from kvkeep.transfer import copy_ledger, last_token_state, restore_last
 
+POSITIONS = 64
+"""The minimum number of positions for a piece of the text and its introduction."""
 CUE = 8
 """Tokens of the previous piece that introduce a later one."""
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@dataclass(frozen=True)
+class Rereading:
+    """When the text of a cache is read a second time, and what the first reading must leave for it."""
+
+    method: str
+    """The name of the cache's method."""
+    entries: int
+    """The budget of a layer. A text of no more tokens is kept as it is."""
+    positions: int | None
+    """The model's positions; None: no limit."""
+
+    def check_length(self, tokens: int) -> None:
+        """Raise UsageError if a text of so many tokens leaves too few positions."""
+        if self.positions is not None and tokens > max(self.entries, self.positions - POSITIONS):
+            raise _too_long(self.method, tokens, self.positions, f" to {self.positions - POSITIONS} tokens")
+
+    def check_ids(self, ids: Tensor | None) -> None:
+        """Raise UsageError for tokens without ``ids``."""
+        if ids is None:
+            raise UsageError(
+                f"'{self.method}' reads the text a second time by its token ids, and embeddings have none; pass "
+                "input_ids."
+            )
 
 
 class Pass(NamedTuple):
@@ -60,15 +95,22 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     same text, which is then not read again."""
     begin = time.perf_counter()
     cache.stream.roll_back()
-    rows, old, meter = cache.rows, cache.made, cache.meter
+    rows, old, meter, record = cache.rows, cache.made, cache.meter, cache.stream.record
     readers, length = readers or _read_again(cache), cache.ledger.length
     method, geometry = cache.method, cache.geometry
     entries = method.division(geometry, cache.entries).resident
     scores = [reader.scores for reader in readers]
-    with meter.holding(*(part for reader in readers for part in (reader.scores, *reader.queries, *reader.valid))):
-        cache.recompose(method.selector.shares(scores, rows, entries))
-        copy_ledger(old.ledger, cache.ledger, length, rows)
+    with meter.holding(*(part for reader in readers for part in reader.tensors)):
+        shares, windows = method.selector.shares(scores, rows, entries), last_token_state(cache)
+        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
+        cache.reset(shares)
+        if recording:
+            cache.activate_past_recording()
+        cache.stream.record.tell(record.on_progress, record.on_block)
+        cache.stream.record.begin_with(record.plain)
         try:
+            copy_ledger(old.ledger, cache.ledger, length, rows)
+            restore_last(cache, windows, length)
             _hand_over(cache, old, readers, rows)
         except BaseException:  # some entries are lost, so the cache is cleared
             cache.reset()
@@ -86,9 +128,9 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     first_words = FIRST if pieces.excerpt is None else pieces.excerpt.instruction
     words = _words(getattr(cache.model, "kvkeep_tokenizer", None), first_words)
     passes = list(_passes(cache, pieces, words, ids))
-    readers = [
-        ReconstructionReader(layer, pieces, _stride(cache, layer, passes, words)) for layer in cache.stream.bounded
-    ]
+    count = sum(one.slots.shape[1] + CUE + len(words.later) + len(words.then) for one in passes)
+    make, fate = pieces.reader or ReconstructionReader, cache.method.store_fate
+    readers = [make(layer, pieces.sinks, fate.reading_hook(count)) for layer in cache.stream.bounded]
     with rehearsing(cache, readers) as forget:
         for piece, said, cue, slots in passes:
             for reader in readers:
@@ -114,17 +156,6 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     return readers
 
 
-def _stride(cache: Any, layer: Any, passes: list[Pass], words: Words) -> int:
-    """Return the distance of the queries that are stored, so that each KV head has about as many as the fate asks for;
-    0: none."""
-    limit = cache.method.store_fate.reference_queries
-    if not limit:
-        return 0
-    tokens = sum(one.slots.shape[1] + CUE + len(words.later) + len(words.then) for one in passes)
-    heads = cache.geometry.attention_heads // layer.heads
-    return max(1, -(-tokens * heads // limit))
-
-
 def _passes(cache: Any, pieces: ReconstructionPieces, words: Words, ids: Tensor) -> Iterator[Pass]:
     """Yield the passes over the text ``ids`` (rows, slots), or the one over an excerpt. The method chooses the length
     of a piece, and the model's positions limit it."""
@@ -132,10 +163,7 @@ def _passes(cache: Any, pieces: ReconstructionPieces, words: Words, ids: Tensor)
     if limit is not None:
         piece = min(piece, limit - length - CUE - max(len(words.first), len(words.later)) - len(words.then))
     if piece < 1:
-        raise UsageError(
-            f"'{cache.method.name}' reads the text a second time, at the positions after it. {length} tokens "
-            f"leave too few of the model's {limit} positions; shorten the text."
-        )
+        raise _too_long(cache.method.name, length, limit)
     every = torch.arange(length, device=ids.device).expand(len(ids), -1)
     if pieces.excerpt is not None:
         slots = pieces.excerpt.slots(ids, cache.ledger.visible, cache.model.get_input_embeddings())
@@ -145,6 +173,13 @@ def _passes(cache: Any, pieces: ReconstructionPieces, words: Words, ids: Tensor)
         span = start, min(start + piece, length)
         said = words.later if start else words.first
         yield Pass(span, said, every[:, max(0, start - CUE) : start], every[:, slice(*span)])
+
+
+def _too_long(method: str, tokens: int, positions: int | None, remedy: str = "") -> UsageError:
+    return UsageError(
+        f"'{method}' reads the text a second time, at the positions after it. {tokens} tokens leave too few of the "
+        f"model's {positions} positions; shorten the text{remedy}."
+    )
 
 
 def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) -> None:
@@ -165,23 +200,12 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
                 target.resident.score_arriving(scores[:, first : first + key.shape[1]])
                 target.settle()
                 first += key.shape[1]
-        if reader.queries:
-            _fit(source, target, reader, cache.meter)
+        if reader.hook is not None:
+            reader.hook.chosen(source, target)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
-        cache.meter.cache(sum(resident_bytes) + cache.compressed_bytes())
+        cache.meter.cache(sum(resident_bytes) + sum(one.compressed_bytes for one in cache.made.holdings))
         old.checkpoint.truncate(layer.index, 0)
         source.resident = None  # released now, even if the layer is still referenced
-
-
-def _fit(source: Any, target: Any, reader: ReconstructionReader, meter: Any) -> None:
-    """Let the store of the layer ``target`` fit its entries to those of ``source`` and to the queries of its reader."""
-    keys, values = source.everything()
-    visible = source.ledger.visible_by(source.heads)
-    real = None if visible is None else visible[:, 0, 0, : keys.shape[1]]
-    queries, valid = torch.cat(reader.queries, 1), torch.cat(reader.valid, 1)
-    reader.queries, reader.valid = [], []
-    with meter.holding(keys, values):
-        target.evicted.fit(SecondReading(keys, values, real, queries, valid, reader.scaling), target.resident)
 
 
 def _words(tokenizer: Any, first: str) -> Words:
@@ -193,3 +217,57 @@ def _words(tokenizer: Any, first: str) -> Words:
         messages = [{"role": "user", "content": mark}]
         then = filled(tokenizer, messages).rpartition(mark)[2]
     return Words(*(tokenizer.encode(text, add_special_tokens=False) for text in (first, LATER, then)))
+
+
+class ReconstructionReader(Rehearsal):
+    """Attends exactly to all entries of a layer and to the new ones, which are discarded afterwards.
+
+    sinks: first entries of the text, which take part in the attention of every piece. hook: that of the fate.
+    """
+
+    def __init__(self, layer: Layer, sinks: int, hook: ReadingHook | None = None) -> None:
+        self.sinks, self.hook = sinks, hook
+        self.piece = 0, layer.length
+        """The slots that are repeated in this pass."""
+        self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
+        """(lanes, slots) float32."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors that it holds."""
+        return [self.scores, *(() if self.hook is None else self.hook.tensors)]
+
+    def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        """Return attention over all entries and the new ones, and score the entries by it."""
+        past = (segment for _, segment in self.past_segments(layer, step))
+        output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, origin=layer.origin)
+        self.score(layer, step, lse)
+        if self.hook is not None:
+            self.hook.attended(layer, step)
+        return output
+
+    def score(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
+        """Raise scores to the weights of a pass. lse: the log-sum-exp over all entries and the new ones."""
+        start, stop = self.piece
+        if start or stop < layer.length:
+            spans = [(0, min(self.sinks, start)), self.piece]
+            compared = (segment for _, segment in self.past_segments(layer, step, spans))
+            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
+        lse = layer.ledger.unpadded(lse, layer.heads)
+        for piece, segment in self.past_segments(layer, step, [self.piece]):
+            weights = received(step.query, segment, lse, step.scaling, None, "max")
+            scores = self.scores[:, piece.first : piece.first + weights.shape[1]]
+            torch.maximum(scores, weights, out=scores)
+
+    def finish(self) -> None:
+        """Called after the last pass."""
+
+    def past_segments(
+        self, layer: Layer, step: AttentionInputs, spans: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[Piece, Segment]]:
+        """Yield all entries, or those of the slots in ``spans``."""
+        wide = step.wide(layer.length)
+        evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
+        for piece in chain(evicted, layer.resident.pieces()):
+            parts = [piece] if spans is None else [piece.between(*span) for span in spans]
+            yield from ((part, layer.segment(part, step, wide)) for part in parts if part is not None)

@@ -1,4 +1,4 @@
-"""Whatever a file is that is imported: a session as its blocks say, or one sentence; and nothing outside the store."""
+"""Importing any file gives the session that its blocks describe, or one sentence, and writes only into the store."""
 
 from __future__ import annotations
 
@@ -167,6 +167,7 @@ def bytes_changed(data: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
+CASES = 24
 CHANGES = {
     "bytes": bytes_changed,
     "block": block_changed,
@@ -216,11 +217,10 @@ def tried(data: bytes, folder: Path, crafted: bool, name: str) -> str:
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_changed_archives(change: str, count: int, exported: dict[str, bytes], tmp_path: Path) -> None:
+def test_changed_archives(change: str, exported: dict[str, bytes], tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(count):
+    for number in range(CASES):
         draw = random.Random(f"{change} {number}")
         name = draw.choice([*exported])
         data = CHANGES[change](exported[name], draw)
@@ -231,7 +231,7 @@ def test_changed_archives(change: str, count: int, exported: dict[str, bytes], t
             raise
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
     print(seen)
-    assert seen["imported" if change == "block" else "SessionDamaged"] > count // 5, seen
+    assert seen["imported" if change == "block" else "SessionDamaged"] > CASES // 5, seen
 
 
 def test_the_archive_itself_is_imported(exported: dict[str, bytes], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whatever stands in a session whose checksums hold is one sentence when it is loaded, or does no harm afterwards."""
+"""A session whose checksums hold is refused by one sentence when it is loaded, or does no harm."""
 
 from __future__ import annotations
 

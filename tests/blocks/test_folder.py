@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
 import subprocess
 import sys
-import threading
 import zlib
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import started
 from torch import Tensor
 
 from kvkeep.blocks.block_file import HEADER, MAGIC, encode
@@ -190,33 +186,6 @@ def write(folder: Path, quota: int, number: int) -> None:
                 assert same(shared.read(one), block(0))
 
 
-def test_programs_share_a_folder_and_its_quota(tmp_path: Path) -> None:
-    """Four of them, which write the same and other blocks; one is killed."""
-    quota = 20 * FILE
-    running = [started(partial(write, tmp_path, quota, number), stderr=subprocess.PIPE) for number in range(4)]
-    folder, most, ended = BlockFolder(tmp_path, quota), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not ended.is_set():
-            with open(tmp_path / LEDGER, "ab") as ledger:  # no program writes meanwhile
-                fcntl.flock(ledger, fcntl.LOCK_EX)
-                most = max(most, folder.count()[1])
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        running[0].kill()
-        assert [(one.communicate()[1], one.returncode) for one in running[1:]] == [(b"", 0)] * 3
-    finally:
-        ended.set()
-        watcher.join()
-        running[0].communicate()
-    assert 0 < most <= quota
-    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.suffix for path in kept} == {".block", ""} and sum(path.suffix == "" for path in kept) == 1
-
-
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_a_disk_that_fails_leaves_no_file_and_no_count(
     error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,15 +217,6 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_ends_no_program(
         with pytest.raises(BlockMissing, match="input/output error"):
             folder.read(name(0))
     assert same(folder.read(name(0)), block(0))
-
-
-def test_a_folder_that_is_removed_keeps_a_link_with_the_name_of_a_block(tmp_path: Path) -> None:
-    folder = filled(tmp_path, 10, 2)
-    link = folder.path(name(7))
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(tmp_path / "elsewhere")
-    folder.remove_folder()
-    assert link.is_symlink() and not folder.has(name(0)) and not (folder.folder / LEDGER).exists()
 
 
 def test_a_description_of_infinite_length_is_damage(tmp_path: Path) -> None:

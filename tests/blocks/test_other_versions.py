@@ -126,22 +126,6 @@ def test_blocks_of_another_version_are_missed_and_stay(name: str, tmp_path: Path
     assert check_whole(Store(tmp_path), NAME, name) == TURNS[1]
 
 
-def test_a_session_that_has_more_than_its_text_waits_for_its_version(tmp_path: Path) -> None:
-    """Its blocks of another version cannot be read again from ids."""
-    store = Store(tmp_path)
-    store_text(store, NAME, "h2o")
-    [reference] = store.path(NAME).glob("*.json")
-    data, _ = decode(reference.read_bytes())
-    data["past"]["plain"] = False
-    reference.write_bytes(encode(data))
-    for path in [path for path in files(tmp_path) if path.suffix == ".block"]:
-        path.write_bytes(b"kvblock4" + path.read_bytes()[8:])
-    before = content(tmp_path)
-    with StoredSession(store, NAME) as stored, pytest.raises(SessionVersion, match="kvblock4"):
-        stored.load(model(), "tokenizer")
-    assert content(tmp_path) == before
-
-
 def test_an_archive_of_another_version_is_a_sentence(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store_text(store, NAME, "h2o")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from functools import partial
@@ -75,23 +74,3 @@ def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path
     count, total = folder.count()
     assert total <= quota and count > 6
     assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == total
-
-
-@pytest.mark.parametrize("left", [b"", b"123", bytes(8), b"\xff" * 8])
-def test_a_total_that_a_program_left_is_not_trusted(left: bytes, tmp_path: Path) -> None:
-    folder = BlockFolder(tmp_path, 20 * EACH)
-    folder.write(BlockName("a", "0" * 32), block(1))
-    (tmp_path / "bytes").write_bytes(left)
-    BlockFolder(tmp_path, 20 * EACH).write(BlockName("a", "1" * 32), block(1))
-    assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == folder.count()[1]
-
-
-def test_files_are_their_users_alone(tmp_path: Path) -> None:
-    old = os.umask(0)
-    try:
-        BlockFolder(tmp_path / "store").write(BlockName("a/b", "0" * 32), block(1))
-    finally:
-        os.umask(old)
-    paths = [*(tmp_path / "store").rglob("*")]
-    assert {path.stat().st_mode & 0o77 for path in paths if path.is_file()} == {0}
-    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700

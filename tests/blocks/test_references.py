@@ -6,12 +6,10 @@ import errno
 import os
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import exit_codes
 
 from kvkeep import SessionError
 from kvkeep.blocks.references import Reference, SessionFiles, encode
@@ -66,18 +64,6 @@ def test_the_file_of_another_session_is_refused(tmp_path: Path) -> None:
     assert content(tmp_path / "elsewhere" / "you" / "a") == {"turn": 3}
 
 
-def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    with reference(folder, writing=True) as writer:
-        writer.commit({"turn": 1})
-        with pytest.raises(SessionBusy, match="in use by another program"):
-            reference(folder, writing=True)
-        assert exit_codes(lambda: sys.exit(not SessionFiles(folder).in_use())) == [0]  # another process sees it
-        assert content(folder) == {"turn": 1} and SessionFiles(folder).in_use()
-        writer.commit({"turn": 2})
-    assert not SessionFiles(folder).in_use() and content(folder) == {"turn": 2}
-
-
 def test_a_file_system_without_links_has_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -96,20 +82,6 @@ def test_what_another_program_has_saved_in_spite_of_the_lock_counts(tmp_path: Pa
         with pytest.raises(SessionBusy, match="was continued by another program"):
             writer.renew()
     assert content(tmp_path / "s") == {"turn": "another"}
-
-
-def test_a_folder_that_cannot_be_listed_is_no_new_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "s", 1, 2)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", refuse)
-        for writing in (True, False):
-            with pytest.raises(SessionError, match="cannot be read: input/output error"):
-                reference(tmp_path / "s", writing=writing)
-    assert content(tmp_path / "s") == {"turn": 2}
 
 
 def test_what_was_never_saved_leaves_nothing(tmp_path: Path) -> None:

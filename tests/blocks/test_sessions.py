@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -222,29 +221,6 @@ def test_a_lossy_cache_names_no_block_that_it_has_changed(tmp_path: Path) -> Non
             cache.reorder_cache(torch.tensor([1, 0]))
 
 
-@pytest.mark.usefixtures("kernels")
-def test_two_threads_save_two_sessions(tmp_path: Path) -> None:
-    store, failed = Store(tmp_path, quota=10**7), list[BaseException]()
-
-    def save(session_name: str, name: str) -> None:
-        try:
-            for _ in range(4):
-                for length in TURNS:
-                    store_text(store, session_name, name, length)
-                    assert check_whole(store, session_name, name) == length
-        except BaseException as error:
-            failed.append(error)
-
-    for name, length in itertools.product(EXACT, TURNS):
-        kept(name, length), following(name, length)
-    threads = [threading.Thread(target=save, args=(f"me/{name}", name)) for name in EXACT]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-
-
 # -- texts that are more than their ids -------------------------------------------------------------------
 
 
@@ -357,75 +333,6 @@ def test_blocks_that_a_checkpoint_has_dropped_are_no_part_of_the_session(tmp_pat
         with StoredSession(store, "me/a") as stored:
             cache = stored.load(one).cache
         assert cache.get_seq_length() == high and cache.lost_tokens
-
-
-@pytest.mark.usefixtures("kernels")
-def test_the_turn_that_passes_the_exact_part_writes_what_is_new(tmp_path: Path) -> None:
-    one, ids, store = tiny("llama", positions=4096), torch.randint(3, 90, (1, 2400)), Store(tmp_path)
-    cache, names = KeepCache(one, "endless+blocks:count=2,size=16,exact=1100", 24, chunk=16), list[str]()
-    for low, high in itertools.pairwise((0, 1050, 2390)):
-        with torch.no_grad():
-            one(ids[:, low:high], cache=cache)
-        with StoredSession(store, "me/a", writing=True) as stored:
-            stored.save(Session(cache, ids[:, :high].tolist()))
-            assert stored.about is not None
-            before, names = names, stored.about["blocks"]
-        assert names[: len(before)] == before and len(names) == high // 256
-    with StoredSession(store, "me/a") as stored, torch.no_grad():
-        loaded = stored.load(one).cache
-        assert torch.equal(*(one(ids[:, 2390:], cache=each).logits for each in (loaded, cache)))
-
-
-def test_blocks_of_a_limited_checkpoint_become_its_pages_where_units_of_it_are_larger(tmp_path: Path) -> None:
-    one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 6200))
-    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=64", 32, chunk=32, capacity=5000)
-    with torch.no_grad():
-        one(ids, cache=cache)
-    save_session(tmp_path / "s", Session(cache, ids.tolist()))
-    again = load_session(tmp_path / "s", one).cache
-    first = again.checkpoint.first(0)
-    keys = again.checkpoint.rows(0)[0]
-    assert first == cache.checkpoint.first(0) > 0 and first % 512 == 0
-    whole = (6200 - first) // 256 * 256
-    assert [page.shape[-2] for page in keys.pages[: whole // 256]] == [256] * (whole // 256)
-    with torch.no_grad():
-        for low in range(0, 3000, 250):
-            for each in (cache, again):
-                one(ids[:, low : low + 250], cache=each)
-            assert again.checkpoint.first(0) == cache.checkpoint.first(0)
-        assert_near(*(one(ids[:, :1], cache=each).logits for each in (cache, again)))
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_session_that_drops_its_beginning_leaves_it_to_other_prompts(tmp_path: Path) -> None:
-    one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 3400))
-    given: dict[str, Any] = {"budget": 24, "chunk": 16, "capacity": 2300}
-    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=900", **given)
-    store, prompt_ids = Store(tmp_path), ids[0, :801].tolist()
-    for low, high in itertools.pairwise((0, 850, 3400)):
-        with torch.no_grad():
-            one(ids[:, low:high], cache=cache)
-        with StoredSession(store, "me/a", writing=True) as stored:
-            stored.save(Session(cache, ids[:, :high].tolist()))
-        new = KeepCache(one, "endless+blocks:count=2,size=16,exact=900", **given)
-        assert len(beginnings.find(store.blocks, "me", new, prompt_ids)) == 3
-    assert cache.lost_tokens > 256
-
-
-def test_a_session_of_a_part_of_the_text_that_exceeds_the_quota_writes_no_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 2000))
-    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=64", 24, chunk=16, capacity=1400)
-    with torch.no_grad():
-        one(ids, cache=cache)
-    store = Store(tmp_path, quota=600_000)
-    with StoredSession(store, "me/a", writing=True) as stored:
-        stored.save(Session(cache, ids.tolist()))
-    assert "larger than the quota, 600.0 KB: its text is read again" in caplog.text
-    assert len([path for path in files(tmp_path) if path.suffix == ".block"]) == 1
-    with StoredSession(store, "me/a") as stored:
-        assert stored.load(one).cache.get_seq_length() == 0
 
 
 def test_a_session_needs_the_ids_of_all_rows(tmp_path: Path) -> None:

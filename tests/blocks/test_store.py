@@ -80,12 +80,6 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
         Store(tmp_path / "store").read("a")
 
 
-def test_the_folder_of_a_session_at_a_path_is_no_store(tmp_path: Path) -> None:
-    saved(Store(tmp_path / "talk.session", quota=None), "session")
-    with pytest.raises(UsageError, match="it holds other files"):
-        Store(tmp_path).check()
-
-
 def test_sessions_over_the_age_go_and_none_in_use(tmp_path: Path) -> None:
     store = saved(Store(tmp_path, age=1000), "one", "two", "key/three")
     with store.open("one"):  # which is a use
@@ -97,20 +91,6 @@ def test_sessions_over_the_age_go_and_none_in_use(tmp_path: Path) -> None:
         assert store.evict() == 0
     assert store.evict() == 1 and not store.sessions()
     assert not store.blocks.names()
-
-
-def test_one_that_cannot_be_removed_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, unlink = saved(Store(tmp_path, age=1), "one", "two"), Path.unlink
-
-    def refused(self: Path, missing_ok: bool = False) -> None:
-        if self.parent.name == "one.session":
-            raise PermissionError(13, "Permission denied")
-        unlink(self, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refused)
-    assert store.evict() == 1 and [info.name for info in store.sessions()] == ["one"]
-    with pytest.raises(SessionError, match="'one' cannot be removed: permission denied"):
-        store.remove("one")
 
 
 def test_blocks_of_sessions_that_none_names_go(tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from storing import TURNS, check_whole, kept, session, store_text
+from storing import TURNS, check_whole, store_text
 from typer.testing import CliRunner
 
-from kvkeep.blocks import store as stores
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.names import session_key
-from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import DAY_S, Store
 from kvkeep.cli.cache import app
 
@@ -56,20 +54,7 @@ def test_ages_count_again_after_a_while(tmp_path: Path, monkeypatch: pytest.Monk
     assert store.evict() == 1
 
 
-def test_what_is_saved_after_the_clock_was_set_back_stays_at_the_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks of the future go first: they would seem to be the last used ones for years."""
-    store_text(Store(tmp_path), "me/a", "h2o")
-    size = Store(tmp_path).blocks.count()[1]
-    set_clock(monkeypatch, -5 * YEAR_S)
-    store = Store(tmp_path, quota=int(2.5 * size))
-    for number in range(4):
-        store_text(store, f"me/{number}", "h2o")
-        assert check_whole(store, f"me/{number}", "h2o") == TURNS[1]
-    assert store.info("me/a").missing
-
-
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("when", TIMES)
 def test_files_of_any_time_are_listed_and_evicted(when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, quota=10**7)
@@ -86,20 +71,3 @@ def test_files_of_any_time_are_listed_and_evicted(when: int, tmp_path: Path, mon
     assert [info.name for info in Store(tmp_path).sessions()] == ([NAME] if when > time.time() else [])
     store_text(store, NAME, "h2o")
     assert check_whole(store, NAME, "h2o") == TURNS[1]
-
-
-@pytest.mark.parametrize("now", [-(10.0**10), -1.0, 0.0, 2.0**33, 10.0**11])
-def test_sessions_of_any_time_are_saved_and_listed(now: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: now)
-        patch.setattr(time, "time_ns", lambda: int(now * 1e9))
-        store = Store(tmp_path, age=1e12)
-        with StoredSession(store, NAME, writing=True) as stored:
-            for length in TURNS:
-                stored.save(session(kept("h2o", length), length=length))
-        store.evict()
-        assert store.info(NAME).created == now
-    assert check_whole(store, NAME, "h2o") == TURNS[1]
-    found = CliRunner().invoke(app, ["list", "--sessions", str(tmp_path)])
-    assert found.exit_code == 0 and "talk" in found.output
-    assert stores.DAY_S == 86400

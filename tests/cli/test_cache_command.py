@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import tokenizer
-from families import tiny
 from forked import kvkeep, started
 
-from kvkeep import Conversation
 from kvkeep.blocks import archive
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
-from kvkeep.errors import KvkeepError, SessionDamaged, SessionError
+from kvkeep.errors import KvkeepError, SessionError
 
 Run = Callable[..., tuple[int, str, str]]
 LONG = " ".join(["the of and to in was it for"] * 40)
@@ -90,43 +86,6 @@ def test_a_session_at_a_path(run: Run, folder: str, model_folder: Path, tmp_path
     assert Path(file).read_bytes() == Path(f"{file}2").read_bytes()
     code, _, err = run("chat", "-m", str(model_folder), "-n", "3", "--session", path, stdin="by\n")
     assert code == 0 and f"Continuing with {shown['tokens']} tokens" in err
-
-
-def test_an_imported_session_goes_on_to_the_same_tokens(folder: str, tmp_path: Path) -> None:
-    store, other, model = Store(folder), Store(tmp_path / "other"), tiny("llama")
-    archive.export(store, "ann", tmp_path / "file")
-    assert archive.add(tmp_path / "file", other, "key/ben") == 0
-    answers = []
-    for place, name in ((store, "ann"), (other, "key/ben")):
-        with StoredSession(place, name) as session:
-            talk = Conversation.resume(model, tokenizer(), session)
-        answers.append(talk.answer("by from", max_new_tokens=8).tokens)
-        assert len(talk.messages) == 6
-    assert answers[0] == answers[1]
-
-
-def test_damaged_archives_leave_nothing(folder: str, tmp_path: Path) -> None:
-    """200 flipped bytes and truncations: an error and nothing written, or, in padding, the session as it was."""
-    source, file, target = Store(folder), tmp_path / "file", tmp_path / "target"
-    archive.export(source, "ann", file)
-    data, rng, refused = file.read_bytes(), random.Random(0), 0
-    for number in range(200):
-        if number % 4:
-            damaged = bytearray(data)
-            damaged[rng.randrange(len(data) if number % 2 else 4096)] ^= 1 << rng.randrange(8)
-        else:
-            damaged = bytearray(data[: rng.randrange(len(data))])
-        file.write_bytes(damaged)
-        try:
-            archive.add(file, Store(target), "ann")
-        except SessionDamaged as error:
-            refused += 1
-            assert str(file) in str(error) and not target.exists()
-        else:
-            assert [path.read_bytes() for path in files(target)] == [path.read_bytes() for path in files(folder)]
-            assert Store(target).read("ann").about == source.read("ann").about
-            shutil.rmtree(target)
-    assert refused > 150
 
 
 def test_an_import_that_fails_midway_leaves_nothing(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from kvkeep import Conversation, KeepCache, Session, save_session
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store, user_store
 from kvkeep.cli.options import ModelOptions
-from kvkeep.errors import SessionUnwritable, StoreError
+from kvkeep.errors import StoreError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -109,19 +107,12 @@ def test_a_session_is_a_name_in_the_users_store(
     ("name", "sentence"),
     [
         ("a/../b", "cannot be the name of a session"),
-        ("..", "it holds other files"),
-        ("a\0b", "cannot be the name of a session"),
         ("./a\0b", "cannot have a NUL character"),
         ("a" * 300, "cannot be the name of a session"),
-        (f"./{'a' * 300}", "file name too long"),
-        ("my chat", "cannot be the name of a session"),
-        ("", "cannot be the name of a session"),
-        ("./note", "is a file, not a folder of kvkeep"),
         ("./note/s", "is a file, not a folder"),
         ("./missing/s", "its folder is missing"),
         ("./other", "it holds other files"),
         ("./newer", "is of another version of kvkeep (2; this one reads 1)"),
-        ("file.session", "is a file, not a folder of kvkeep"),
         ("./readonly/s", "cannot be written to"),
         ("readonly: ann", "cannot be saved: permission denied"),
     ],
@@ -151,40 +142,6 @@ def test_a_name_that_cannot_be_saved_is_refused_before_the_model_is_loaded(
     code, out, err = run("chat", "--session", word, *(("--sessions", folder) if folder else ()), stdin="the of\n")
     assert code in (1, 2) and not out and sentence in " ".join(err.split()) and len(err.splitlines()) == 1, err
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_file_system_that_is_full_costs_the_session_and_not_the_chat(model_folder: Path, tmp_path: Path) -> None:
-    """By the limit of a process on the size of files."""
-
-    def limited() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as an interpreter begins
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        kvkeep("chat", "-m", str(model_folder), "-n", "3", "--session", str(tmp_path / "s"))()
-
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
-    with started(limited, **pipes) as process:
-        _, err = process.communicate("the of\nby\n", timeout=120)
-    assert process.returncode == 1 and "Traceback" not in err
-    assert err.count("file too large") == 3 and err.count("exact: all") == 2, "after each answer, and at the end"
-    assert not os.listdir(tmp_path)
-
-
-def test_a_chat_whose_last_turn_is_not_saved_does_not_say_saved(
-    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = Conversation.save
-
-    def full(self: Conversation, path: str) -> None:
-        if len(self.messages) > 2:
-            raise SessionUnwritable("No space is left.")
-        save(self, path)
-
-    monkeypatch.setattr(Conversation, "save", full)
-    session = tmp_path / "session"
-    common = ("chat", "-m", str(model_folder), "-n", "3", "--session", str(session))
-    code, _, err = run(*common, stdin="the of\nwas it\n")
-    assert code == 1 and "No space is left." in err and "Saved" not in err
-    assert questions(session) == ["the of"]
 
 
 def test_what_is_forgotten_is_forgotten_on_disk(run: Run, model_folder: Path, tmp_path: Path) -> None:
@@ -254,19 +211,3 @@ def test_a_session_that_is_no_conversation_is_one_sentence(
     save_session(tmp_path / "s", Session(cache, ids.tolist(), notes))
     code, out, err = run("chat", "-m", str(model_folder), "--session", str(tmp_path / "s"), stdin="the of\n")
     assert code == 1 and out == "" and "conversation" in err and len(err.splitlines()) == 1
-
-
-def test_a_template_that_refuses_the_system_prompt_is_one_sentence(
-    run: Run, model_folder: Path, tmp_path: Path
-) -> None:
-    from transformers import AutoTokenizer
-
-    refusing = AutoTokenizer.from_pretrained(model_folder)
-    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    refusing.chat_template = refuses + refusing.chat_template
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    refusing.save_pretrained(folder)
-    code, out, err = run("chat", "-m", str(folder), "--system", "Be brief.", stdin="the of\n")
-    assert code == 2 and out == "" and len(err.splitlines()) == 1
-    assert "System role not supported" in err and "leave the system prompt out" in err
-    assert run("chat", "-m", str(folder), "-n", "3", stdin="the of\n")[0] == 0

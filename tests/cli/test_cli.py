@@ -70,11 +70,6 @@ def test_a_prompt_that_is_too_long_is_told_what_reads_it(run: Run, model_folder:
         assert run(*common, "-p", "the of", *way)[0] == 0
 
 
-def test_a_byte_order_mark_of_piped_lines_is_no_text(run: Run, model_folder: Path) -> None:
-    code, _, err = run("chat", "-m", str(model_folder), "-n", "2", stdin="\ufeffthe of\n/undo\n")
-    assert code == 0 and "Forgotten: the of\n" in err
-
-
 @pytest.mark.parametrize(
     ("flags", "method", "held"),
     [
@@ -99,24 +94,15 @@ def test_the_flags_of_the_pull_request(
     ("arguments", "sentence"),
     [
         (("-p", "a", "-b", "12.5.1%"), "Budget"),
-        (("-p", "a", "-b", "1KB"), "smallest for this model"),
         (("-p", "a", "-b", "32", "-c", "residuals"), "did you mean residual"),
         (("-p", "a", "-b", "32", "-w", "disk", "--folder", "/nowhere"), "no such file"),
         (("-p", "a", "-x", "stock", "-b", "32"), "takes no budget"),
         (("-p", "a", "--kv-budget-tokens", "32", "-b", "32"), "without --method, --budget or --exact"),
         (("-p", "a", "--kv-budget-tokens", "32", "--kv-budget-mb", "1"), "one of them"),
-        (("-p", "a", "--kv-budget-mb", "1", "-x", "h2o"), "without --method, --budget or --exact"),
-        (("-p", "a", "--kv-budget-mb", "1", "--exact"), "without --method, --budget or --exact"),
-        (("-f", "/nowhere/text"), "no such file"),
         ((), "nothing to answer"),
-        (("-p", "a", "--weights", "float31"), "did you mean float32"),
-        (("-p", "a", "--device", "tpu9"), "Unknown device"),
         (("-p", "a", "--seed", "9" * 23), "A seed is a whole number"),
-        (("-p", "a", "-b", "32", "-x", f"random:seed={'9' * 23}"), "A seed is a whole number"),
-        (("-p", "a", "-b", "32", "-x", f"random:seed={'9' * 23}"), "A seed is a whole number"),
         (("-p", "a", "-b", "64", "-x", "streaming-llm:sinks=99999"), "beside 99999 sinks"),
         (("-p", "a", "-b", "99999999999", "-x", "static"), "not enough memory"),
-        (("-p", "a", "-x", ""), "The method must be a name"),
         (("-p", "a", "--excerpts", "128"), "give a prompt and --file"),
         (("-p", "a\udcff"), "not UTF-8"),
     ],
@@ -155,31 +141,6 @@ def test_models_explains_a_file(run: Run, tmp_path: Path) -> None:
     assert code == 0 and "who made the model" in out and "F32" in out and "BF16" in out
     found = json.loads(run("models", "--explain", str(file), "--pre", "qwen2", "--json")[1])
     assert found["tokenizer"]["pre"] == "qwen2" and found["config"]["num_hidden_layers"] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--explain", "tiny.gguf", "--fetch", "smollm2"), "leave --fetch out"),
-        (("--pre", "qwen2"), "give it with --explain FILE"),
-        (("--explain", "{folder}"), "takes a GGUF file or an embedded model"),
-    ],
-)
-def test_models_refuses_options_that_do_nothing(
-    run: Run, model_folder: Path, arguments: tuple[str, ...], sentence: str
-) -> None:
-    code, out, err = run("models", *(one.format(folder=model_folder) for one in arguments))
-    assert (code, out) == (2, "") and sentence in err
-
-
-def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tmp_path: Path) -> None:
-    session = str(tmp_path / "chat")
-    common = ("chat", "-m", str(model_folder), "-n", "6", "--session", session)
-    code, out, err = run(*common, "-b", "16", stdin="the of and\n/memory\nwas it for\n/exit\n")
-    assert code == 0, err
-    assert len(out.splitlines()) == 2 and "16 tokens in memory" in err and "resident" in err
-    code, out, err = run(*common, stdin="by from her\n")
-    assert code == 0 and "4 messages" in err and len(out.splitlines()) == 1
 
 
 def test_a_share_is_of_the_models_positions_at_most() -> None:
@@ -281,14 +242,6 @@ def test_streams_that_are_closed_or_full(model_folder: Path) -> None:
         done = subprocess.run(["sh", "-c", redirected], capture_output=True, text=True)
         assert done.returncode == code and done.stderr.startswith(sentence), (redirected, done.stderr)
         assert len(done.stderr.splitlines()) <= 2
-
-
-@pytest.mark.parametrize("layers", [0, -3, 10**9, "4"])
-def test_a_config_with_layers_that_no_model_has(run: Run, model_folder: Path, tmp_path: Path, layers: object) -> None:
-    config = json.loads((model_folder / "config.json").read_text()) | {"num_hidden_layers": layers}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    code, out, err = run("plan", "-m", str(tmp_path / "config.json"), "-n", "100")
-    assert code == 1 and out == "" and err.count("\n") == 1 and "num_hidden_layers" in err
 
 
 def test_the_cache_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,19 +16,20 @@ from kvkeep.policies import names
 from kvkeep.policies.registry import FATES, RECALLS, SELECTORS
 
 RUN = """
-import json, sys
-from kvkeep import cli
-sys.argv = ["kvkeep", *json.loads(sys.argv[1])]
-report, run = json.loads(sys.stdin.read()), cli.main
-def main():
-    try:
-        run()
-    finally:
-        print(json.dumps([name for name in report if name in sys.modules]), file=sys.stderr)
-cli.main = main
-cli.program()
+import contextlib, io, json, sys
+from kvkeep.cli import main
+report, runs = json.loads(sys.stdin.read())
+for arguments in runs:
+    sys.argv, out, err, code = ["kvkeep", *arguments], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code
+    imported = [name for name in report if name in sys.modules]
+    print(json.dumps([code, out.getvalue(), err.getvalue(), imported]))
 """
-"""Runs a command, and says last which of the modules that standard input lists were imported."""
+"""Runs commands one after the other, and prints what became of each, with the modules that were imported by then."""
 
 UNUSED = (
     "torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp",
@@ -38,52 +39,41 @@ UNUSED = (
 LIBRARIES = ("torch", "transformers", "numpy", "tokenizers")
 
 
-def started(*arguments: str, report: tuple[str, ...]) -> tuple[int, str, str, list[str]]:
-    """Exit code, output, what was said, and those of the modules ``report`` that were imported."""
-    command = [sys.executable, "-c", RUN, json.dumps(arguments)]
-    done = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, timeout=300)
-    *said, imported = done.stderr.splitlines()
-    return done.returncode, done.stdout, "\n".join(said), json.loads(imported)
+def started(*runs: list[str], report: tuple[str, ...]) -> list[tuple[int, str, str, list[str]]]:
+    """Exit code, standard output and error of each command, and those modules of ``report`` that were imported."""
+    given = json.dumps([report, runs])
+    done = subprocess.run([sys.executable, "-c", RUN], input=given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("generate -p Hi --budget abc", "Budget 'abc' cannot be read"),
-        ("generate -p Hi --file missing.txt", "The file 'missing.txt' cannot be read"),
-        ("generate -p Hi --method h2p", "Unknown method 'h2p': did you mean h2o?"),
-        ("generate -p Hi -b 64 --method h2o+drip", "Unknown fate 'drip'"),
-        ("generate -p Hi --model nosuch", "or give a GGUF file, a folder, or a hub id (owner/name)."),
-        ("generat", "Unknown command 'generat': did you mean generate? 'kvkeep --help' lists all."),
-        ("generate -p Hi --model ./missing.gguf", "There is no model at './missing.gguf'"),
-        ("generate -p Hi --max-tokens 0", "Invalid value for '--max-tokens'"),
-        ("generate -p Hi --weights q4", "Unknown weight format 'q4'"),
-        ("generate -p Hi --device gpu", "Unknown device 'gpu'"),
-        ("generate -p Hi --budget 64 --where moon", "Unknown place for checkpoints 'moon'"),
-        ("generate -p Hi --memory 1GB", "--memory is used with '--budget auto' only"),
-        ("generate -p Hi --kv-budget-tokens 9 --budget 9", "without --method, --budget or --exact"),
-        ("demo --budget abc", "Budget 'abc' cannot be read"),
-        ("demo --doc missing.txt", "The file 'missing.txt' cannot be read"),
-        ("chat --budget abc", "Budget 'abc' cannot be read"),
-        ("serve --budget abc", "Budget 'abc' cannot be read"),
-        ("serve --memory much", "The memory 'much' is not a number of bytes"),
-        ("plan --budget abc", "Budget 'abc' cannot be read"),
-        ("plan --memory much", "The memory 'much' is not a number of bytes"),
-        ("models --fetch nosuch", "Unknown model 'nosuch'"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_is_loaded(arguments: str, sentence: str) -> None:
-    code, out, err, imported = started(*arguments.split(), report=LIBRARIES)
-    assert code and not out and sentence in err and "Traceback" not in err, err
-    assert not imported
+MISTAKES = [
+    ("generate -p Hi --budget abc", "Budget 'abc' cannot be read"),
+    ("generate -p Hi --file missing.txt", "The file 'missing.txt' cannot be read"),
+    ("generate -p Hi --method h2p", "Unknown method 'h2p': did you mean h2o?"),
+    ("generate -p Hi -b 64 --method h2o+drip", "Unknown fate 'drip'"),
+    ("generate -p Hi --model nosuch", "or give a GGUF file, a folder, or a hub id (owner/name)."),
+    ("generat", "Unknown command 'generat': did you mean generate? 'kvkeep --help' lists all."),
+    ("generate -p Hi --model ./missing.gguf", "There is no model at './missing.gguf'"),
+    ("generate -p Hi --max-tokens 0", "Invalid value for '--max-tokens'"),
+    ("generate -p Hi --weights q4", "Unknown weight format 'q4'"),
+    ("generate -p Hi --device gpu", "Unknown device 'gpu'"),
+    ("generate -p Hi --budget 64 --where moon", "Unknown place for checkpoints 'moon'"),
+    ("generate -p Hi --memory 1GB", "--memory is used with '--budget auto' only"),
+    ("demo --budget abc", "Budget 'abc' cannot be read"),
+    ("serve --memory much", "The memory 'much' is not a number of bytes"),
+    ("models --fetch nosuch", "Unknown model 'nosuch'"),
+]
 
 
-def test_help_and_version_import_no_library() -> None:
-    for arguments in (("--version",), ("--help",), ("generate", "--help"), ("serve", "--help")):
-        code, out, _, imported = started(*arguments, report=LIBRARIES)
-        assert code == 0 and out and not imported, arguments
+def test_a_mistake_is_told_before_anything_is_loaded() -> None:
+    found = started(*(arguments.split() for arguments, _ in MISTAKES), report=LIBRARIES)
+    for (arguments, sentence), (code, out, err, imported) in zip(MISTAKES, found, strict=True):
+        assert code and not out and sentence in err and "Traceback" not in err, (arguments, err)
+        assert not imported, arguments
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_an_answer_imports_what_it_uses(
     kind: str, model_folder: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
@@ -94,7 +84,7 @@ def test_an_answer_imports_what_it_uses(
     common = ("generate", "-m", str(model), "-p", "the of", "--raw", "-n", "1", "--json")
     if kind == "file":
         assert run(*common)[0] == 0, "it is converted, once, by what only that needs"
-    code, out, err, imported = started(*common, report=(*LIBRARIES, *UNUSED))
+    [(code, out, err, imported)] = started([*common], report=(*LIBRARIES, *UNUSED))
     assert code == 0 and len(json.loads(out)["tokens"]) == 1, err
     # A folder is read by transformers' own loader, which computes tables of positions without memory.
     assert set(imported) - {"sympy" if kind == "folder" else ""} == set(LIBRARIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,13 +13,11 @@ from families import COMMON, tiny
 from helpers import forward, prompt, stock
 
 from kvkeep import Conversation, KeepCache, UsageError, generate
-from kvkeep.decode.prompt import read_text
 from kvkeep.geometry import ModelGeometry
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"max_new_tokens": value}, "'max_new_tokens' is a whole number of at least 1, not") for value in (0, -1, 2.5)),
     *(({"max_new_tokens": value}, "'max_new_tokens' is a whole number") for value in (True, None, "3", float("nan"))),
-    *(({"copies": value}, "'copies' is a whole number of at least 0, not") for value in (-1, 1.5)),
     *(({"seed": value}, "A seed is a whole number") for value in (2.5, "1", 2**64, -(2**63) - 1)),
     *(({"temperature": value}, "A temperature is a number") for value in ("1", None, -1)),
 ]
@@ -42,7 +39,7 @@ def test_numbers_that_are_none_are_one_sentence(options: dict[str, Any], sentenc
 
 def test_the_ends_of_the_ranges() -> None:
     model = tiny("llama")
-    for options in ({"seed": 2**64 - 1}, {"seed": -(2**63)}, {"copies": 0}, {"temperature": 1e30}):
+    for options in ({"seed": 2**64 - 1}, {"seed": -(2**63)}, {"temperature": 1e30}):
         count = numpy.int64(2)
         assert len(generate(model, None, [5, 6, 7], KeepCache(model), max_new_tokens=count, **options).tokens) == 2
 
@@ -52,11 +49,6 @@ def test_a_token_that_the_model_does_not_have(token: int) -> None:
     model = tiny("llama")
     with pytest.raises(UsageError, match=f"has the token id {token}, and the model's are 0 to 96"):
         generate(model, None, [5, token, 7], KeepCache(model))
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfthe \xef\xbb\xbf river")
-    assert read_text(str(tmp_path / "text")) == "the \ufeff river", "only the first one is a mark"
 
 
 @pytest.mark.parametrize("method", ["full", "static", "kv-direct", "window", "h2o", "snapkv+verified"])

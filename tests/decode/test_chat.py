@@ -63,27 +63,6 @@ def test_an_error_at_the_end_of_a_round_leaves_the_conversation_as_before(
     assert talk.answer("by from her she that", max_new_tokens=12).tokens == alone.tokens
 
 
-def test_a_round_in_which_a_store_lost_entries_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is read again, and the answer is as before."""
-    model = tiny("llama")
-    talk = Conversation(
-        model, tokenizer(), KeepCache(model, "snapkv:window=4,kernel=3+verified:5", 32, checkpoint="kv")
-    )
-    talk.answer("the of and to in was it for on " * 9, max_new_tokens=6)
-    layer = talk.cache.stream.bounded[-1]
-
-    def losing(*_: Any) -> None:
-        layer.lost = True  # as Layer.settle leaves it if a store cannot take what was evicted
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(talk.cache.round, "commit", losing)
-        talk.answer("by from her she that", max_new_tokens=12)
-    assert talk.cache.get_seq_length() == 0
-    alone = generate(model, tokenizer(), talk.prompt("by from her she that"), KeepCache(model), max_new_tokens=12)
-    assert talk.answer("by from her she that", max_new_tokens=12).tokens == alone.tokens
-
-
 @pytest.mark.parametrize(("method", "kind"), [("kv-direct", "residual"), ("snapkv:window=4,kernel=3+verified:5", "kv")])
 def test_a_conversation_goes_on_another_day(tmp_path: Path, method: str, kind: str) -> None:
     """In rounds, too."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep import KeepCache, UsageError, generate
-from kvkeep.decode.generate import GenerateOptions
 from kvkeep.decode.prompt import encode, question, read_text
 from kvkeep.engine.pieces import pieces_of
 
@@ -27,11 +25,6 @@ BUDGET = {"full": None, "snapkv+verified": 16}
 def written(cache: KeepCache | None = None, ids: list[int] = PROMPT, count: int = 9, **options: Any) -> Any:
     cache = KeepCache(tiny("llama")) if cache is None else cache
     return generate(tiny("llama"), tokenizer(), ids, cache, max_new_tokens=count, **options)
-
-
-def test_options_are_those_of_its_signature() -> None:
-    given = inspect.signature(generate).parameters.values()
-    assert set(GenerateOptions.__annotations__) == {one.name for one in given if one.kind is one.KEYWORD_ONLY}
 
 
 def test_the_pieces_are_the_text_and_progress_is_told_chunk_by_chunk() -> None:
@@ -60,14 +53,17 @@ def test_interrupting_the_prompt_keeps_whole_chunks() -> None:
     assert written(cache).tokens == written().tokens
 
 
-def test_sampling_is_repeatable() -> None:
-    one, again, other = (written(temperature=1.0, seed=seed).tokens for seed in (1, 1, 2))
-    assert one == again != other
-
-
 @pytest.mark.parametrize(
     ("name", "family"),
-    [(name, family) for name in ("full", "kv", "snapkv+verified, kv") for family in FAMILIES if taken(name, family)],
+    [
+        *(
+            (name, family)
+            for name in ("full", "kv", "snapkv+verified, kv")
+            for family in FAMILIES
+            if taken(name, family)
+        ),
+        *(("stock", family) for family in FAMILIES),
+    ],
 )
 def test_the_tokens_are_those_of_transformers_by_the_models_own_settings(
     name: str, family: str, monkeypatch: pytest.MonkeyPatch
@@ -77,20 +73,16 @@ def test_the_tokens_are_those_of_transformers_by_the_models_own_settings(
     for own, temperature in (({}, 0.8), (settings, 0.0), (settings, 0.8)):
         for setting, value in own.items():
             monkeypatch.setattr(model.generation_config, setting, value)
-        cache, ids = new_cache(name, family), prompt(1, CASES[name].length, 3)
+        case = CASES["full" if name == "stock" else name]
+        cache = stock(family) if name == "stock" else new_cache(name, family)
+        ids = prompt(1, case.length, 3)
         found = generate(model, tokenizer(), ids[0].tolist(), cache, max_new_tokens=5, temperature=temperature, seed=3)
-        after = None if CASES[name].drafts else torch.rand(1)
+        after = None if case.drafts else torch.rand(1)
         torch.manual_seed(3)
         how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         wanted = model.generate(ids, attention_mask=torch.ones_like(ids), cache=stock(family), max_new_tokens=5, **how)
         assert found.sequence == wanted[0].tolist()
         assert after is None or torch.equal(after, torch.rand(1))
-
-
-def test_a_limit_of_the_models_own_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny("llama").generation_config, "max_time", 1e-9)
-    result = written()
-    assert (len(result.tokens), result.stopped) == (1, "ended")
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"penalty_alpha": 0.6, "top_k": 4}])
@@ -124,30 +116,12 @@ def test_what_the_model_returns_and_what_ends_its_texts_can_be_of_any_form(
         assert tokens() == (wanted[: wanted.index(wanted[3]) + 1], "eos")
 
 
-@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf"), 1e-40])
-def test_temperatures_are_numbers_that_logits_can_be_divided_by(temperature: float) -> None:
-    for cache in (None, stock("llama")):
-        with pytest.raises(UsageError, match="A temperature"):
-            written(cache, temperature=temperature)
-    assert written(temperature=1e-30, seed=1).tokens == written().tokens
-
-
 def test_a_cache_that_has_read_another_text_is_refused() -> None:
     cache = KeepCache(tiny("llama"))
     first = written(cache)
     with pytest.raises(UsageError, match="another text"):
         written(cache, [7, *first.sequence])
     assert written(cache, [*first.sequence, 7]).tokens == written(None, [*first.sequence, 7]).tokens
-
-
-def test_prompts_are_within_the_positions_and_writing_ends_with_them() -> None:
-    with pytest.raises(UsageError, match="600 tokens, but the model has 512 positions"):
-        written(ids=[5] * 600)
-    result = written(ids=[5] * 508, count=50)
-    assert len(result.tokens) == 4 and result.stopped == "positions"
-    for empty in (lambda: written(ids=[]), lambda: question(None, "  ")):
-        with pytest.raises(UsageError, match="nothing to answer"):
-            empty()
 
 
 def test_texts_that_are_none(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from kvkeep import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import EntriesLost
 from kvkeep.memory import places
-from kvkeep.memory.disk_rows import DiskChecks
+from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
-from kvkeep.memory.rows import Buffer, PagedRows, Ring
 from kvkeep.native import library
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -155,7 +154,7 @@ def test_a_disk_that_fails_within_a_pass_fails_the_pass_and_all_after_it(
 
 
 COPIES: dict[str, Callable[[KeepCache], Any]] = {
-    "rows of the batch": lambda cache: cache.select(torch.tensor([0, 0])),
+    "rows of the batch": lambda cache: cache.reorder_cache(torch.tensor([0, 0])),
     "fork": lambda cache: cache.fork(),
     "fork of another method": lambda cache: cache.fork("full"),
 }
@@ -177,28 +176,6 @@ def test_what_is_copied_from_disk_is_compared_first(
         COPIES[copy](cache)
     with pytest.raises(EntriesLost):
         next_logits(cache)
-
-
-@pytest.mark.parametrize("act", ["grow", "crop", "select", "ring"])
-def test_rows_that_are_copied_from_a_lost_file_are_not_taken_for_good(
-    act: str, tmp_path: Path, opened: list[int]
-) -> None:
-    """After the copy the file is freed, and nobody would know of it."""
-    home = Disk(tmp_path)
-    rows: Any = {"grow": Buffer(4, home=home), "ring": Ring(64, home, 4)}.get(act) or PagedRows(home, 4, 8)
-    rows.append(torch.randn(2, 22, 6))
-    if act == "crop":
-        rows.freeze(20)
-    for descriptor in opened:
-        cut_short(descriptor)
-    with pytest.raises(EntriesLost):
-        if act == "crop":
-            rows.truncate(17)
-        elif act == "select":
-            rows.select(torch.tensor([1]))
-        else:
-            rows.append(torch.randn(2, 30, 6))
-    assert rows.damaged(compare=False)
 
 
 def test_every_changed_word_of_a_complete_block_is_noticed(tmp_path: Path) -> None:
@@ -223,23 +200,3 @@ def test_every_changed_word_of_a_complete_block_is_noticed(tmp_path: Path) -> No
             page.copy_(changed[number])
     rows.select(torch.tensor([1, 1, 0]))
     assert not rows.damaged(compare=True)
-
-
-def test_a_check_for_which_there_is_no_memory_is_made_again(tmp_path: Path, opened: list[int]) -> None:
-    rows = PagedRows(Disk(tmp_path), 4, 8)
-    rows.append(torch.randn(2, 8, 6))
-    found: list[Any] = [MemoryError, [rows]]
-
-    def given() -> Any:
-        one = found.pop(0)
-        if one is MemoryError:
-            raise one
-        return one
-
-    checks = DiskChecks(given)
-    cut_short(opened[0])
-    float(rows.pages[0].sum())
-    with pytest.raises(MemoryError):
-        checks.check()
-    with pytest.raises(EntriesLost):
-        checks.check()

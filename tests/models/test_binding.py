@@ -36,16 +36,6 @@ def fresh() -> Any:
     return tiny.__wrapped__("llama")
 
 
-def test_a_bound_model_can_be_saved(fresh: Any) -> None:
-    KeepCache(fresh, "h2o", 16)
-    file = io.BytesIO()
-    torch.save(fresh, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    results = [forward(one, KeepCache(one, "kv-direct", 16), TEXT).logits for one in (fresh, loaded)]
-    assert torch.equal(*results)
-
-
 def test_a_bound_model_with_recurrent_layers_can_be_saved_and_copied() -> None:
     """Each copy runs its own recurrent modules."""
     model, file = tiny.__wrapped__("bamba"), io.BytesIO()
@@ -130,25 +120,6 @@ def test_an_interrupted_binding_leaves_stock_layers(fresh: Any, at: str) -> None
         assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
 
 
-def test_a_model_is_not_unbound_while_another_thread_binds_one(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    undo, free = binding.Binding.undo, list[bool]()
-
-    def unlocked() -> bool:
-        if found := binding._LOCK.acquire(blocking=False):
-            binding._LOCK.release()
-        return found
-
-    def watched(one: binding.Binding) -> None:
-        with ThreadPoolExecutor(1) as threads:
-            free.append(threads.submit(unlocked).result())
-        undo(one)
-
-    monkeypatch.setattr(binding.Binding, "undo", watched)
-    bind(fresh)
-    unbind(fresh)
-    assert free == [False]
-
-
 def test_threads_that_make_its_first_caches_bind_a_model_once(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = fresh.set_attn_implementation
 
@@ -184,17 +155,6 @@ def test_another_model_is_refused(fresh: Any, method: str) -> None:
         with pytest.raises(UsageError, match="made for another model"):
             forward(other, cache, TEXT)
         assert cache.get_seq_length() == 0
-
-
-def test_prompts_longer_than_a_chunk_are_compiled() -> None:
-    """By a back end that traces but compiles nothing."""
-    fresh = tiny.__wrapped__("llama", 1)
-    cache, other = (KeepCache(fresh, "h2o", 16) for _ in range(2))
-    compiled = torch.compile(fresh, backend="eager")
-    for part in (TEXT, TEXT[:, :1]):
-        result = forward(compiled, cache, part).logits
-        torch.testing.assert_close(result, forward(fresh, other, part).logits, atol=1e-5, rtol=1e-5)
-    assert cache.get_seq_length() == other.get_seq_length() == 61
 
 
 @pytest.mark.parametrize(("method", "budget"), WAYS)

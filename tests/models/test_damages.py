@@ -1,7 +1,4 @@
-"""Damaged models load and answer, or are refused in a sentence: within ten seconds and 2 GB, and without a signal.
-
-Once by hand: ``python tests/mutated.py gguf 0 500 FILES`` and ``folder 0 500 FOLDERS``.
-"""
+"""Damaged models load and answer, or are refused in a sentence: within ten seconds and 2 GB, and without a signal."""
 
 from __future__ import annotations
 
@@ -20,15 +17,13 @@ import pytest
 from gguf_files import written
 from mutated import answered, damaged_folder, damaged_gguf, ended
 from oracle_files import RECORDS
-from scripted import byte_level
 
-from kvkeep.decode.prompt import encode
 from kvkeep.errors import KvkeepError, ModelError
 from kvkeep.models import model_files
 from kvkeep.models.loading import load
 from kvkeep.models.model_files import MAX_NAME, check_names
 
-SEEDS = 24
+SEEDS = 12
 
 
 def test_a_damaged_file_answers_or_is_refused(tmp_path: Path) -> None:
@@ -106,12 +101,6 @@ def test_names_of_a_gguf_file_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
         load(written(tmp_path / "m.gguf"), device="cpu")
     with pytest.raises(ModelError, match=f"an added token of {MAX_NAME + 1} characters"):
         check_names(["a" * (MAX_NAME + 1)], "m")
-
-
-def test_long_special_names_are_read_as_data() -> None:
-    own = byte_level().tokenizer()
-    own.add_special_tokens({"additional_special_tokens": ["a" * MAX_NAME, "a" * (MAX_NAME - 1) + "b", "a" * 9]})
-    assert own.decode(encode(own, [{"role": "user", "content": "a" * MAX_NAME}])).count("a" * MAX_NAME)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from kvkeep.models import fused as fusing
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.fused import FusedLayer, FusedNorm, library_computes
 from kvkeep.models.loading import load
-from kvkeep.models.packed import PackedLinear, quantised
 from kvkeep.native.library import _share_threads, kernels, library
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -213,44 +212,3 @@ def test_a_model_is_fully_native_if_the_library_computes_every_layer_and_logits(
     capped = copy.deepcopy(made("gemma3"))
     capped.config.get_text_config().final_logit_softcapping = 30.0
     assert not fully_native(capped)
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "outputs", "inputs"),
-    [
-        ("self_attn", "q_proj", 72, 32),
-        ("self_attn", "k_proj", 64, 32),
-        ("self_attn", "v_proj", 64, 32),
-        ("self_attn", "v_proj", 32, 64),
-        ("self_attn", "o_proj", 32, 64),
-        ("self_attn", "o_proj", 64, 32),
-        ("mlp", "gate_proj", 64, 64),
-        ("mlp", "up_proj", 128, 32),
-        ("mlp", "down_proj", 64, 64),
-    ],
-)
-def test_matrices_of_wrong_shapes_are_refused_before_a_kernel_reads_them(
-    part: str, name: str, outputs: int, inputs: int, made: Any
-) -> None:
-    layer = copy.deepcopy(made("llama")).model.layers[0]
-    block = getattr(layer, part)
-    matrix = getattr(block, name)
-    assert (matrix.out_features, matrix.in_features) != (outputs, inputs)
-    setattr(block, name, PackedLinear(quantised(torch.randn(outputs, inputs), 16)))
-    with pytest.raises(TypeError, match="shapes"):
-        FusedLayer(layer)
-
-
-def test_models_can_be_loaded_simultaneously(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of one model's layer runs within that of another's."""
-    (one, *_), (other, *_) = fused(copy.deepcopy(made("llama"))), fused(copy.deepcopy(made("qwen3")))
-    original, tried = fusing.sdpa_attention_forward, []
-
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        if not tried:
-            tried.append(other)
-            assert fusing._agrees(other)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(fusing, "sdpa_attention_forward", attention)
-    assert fusing._agrees(one) and tried

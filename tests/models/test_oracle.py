@@ -90,7 +90,7 @@ def test_tokens_that_end_an_answer_are_those_of_llama_cpp(name: str, tmp_path: P
     assert ends_from(tmp_path / "tiny.gguf") == one["said"]["ends"]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.real
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_ids_of_embedded_models_are_those_of_llama_cpp(name: str) -> None:
@@ -102,7 +102,7 @@ def test_ids_of_embedded_models_are_those_of_llama_cpp(name: str) -> None:
     assert ends_from(file) == said["ends"]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIKELIHOODS)

@@ -94,15 +94,6 @@ def test_a_path_that_the_processor_lacks_is_refused_by_name(name: str, monkeypat
             call()
 
 
-def test_the_command_line_refuses_an_unknown_path_before_importing_torch() -> None:
-    program = "import sys; from kvkeep.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    done = interpreted(program, "generate", "--prompt", "x", KVKEEP_CPU="nonsense")
-    assert done.returncode == 2 and done.stdout.strip() == "False"
-    assert re.fullmatch(
-        r"kvkeep: KVKEEP_CPU=nonsense: this machine cannot run 'nonsense'\. It runs .*torch\.\n", done.stderr
-    )
-
-
 def test_choosing_torch_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KVKEEP_CPU", "torch")
     native.check_environment()

@@ -56,21 +56,16 @@ def test_every_part_of_a_method_takes_parameters() -> None:
     ("text", "words"),
     [
         ("h20", ["Unknown method 'h20'", "did you mean h2o?"]),
-        ("snapvk:window=3", ["Unknown method 'snapvk'", "snapkv"]),
-        ("stok", ["did you mean stock or tova? 'kvkeep methods' lists all."]),
         ("banana", ["Unknown method 'banana': 'kvkeep methods' lists all."]),
         ("h2o+chekpoint", ["Unknown fate 'chekpoint'", "did you mean checkpoint?", "drop"]),
         ("h2o+", ["Unknown fate ''"]),
-        ("h2o+drop+drop", ["Unknown fate 'drop+drop'"]),
         ("h2o:windw=3", ["'h2o:windw=3'", "selector 'h2o' takes recent"]),
         ("h2o+drop:3", ["fate 'drop' takes no parameters"]),
         # What exists is not called unknown.
         ("kv-direct:3", ["'kv-direct' is a method of its own, without parameters"]),
-        ("full+drop", ["'full' is a method of its own"]),
         ("kvreviver+drop", ["'kvreviver' is a method of its own, without another fate"]),
         # Parts that mean nothing together.
         ("h2o+cam", ["attention of the last step"]),
-        ("random+cam", ["attention of the last step"]),
         ("window+kvslimmer", ["accumulated attention; use h2o"]),
         ("h2o+merge+pages:1", ["count it twice"]),
         ("h2o+sketch:swap=1.1+pages:1", ["cannot bring back the exact entries"]),
@@ -79,45 +74,27 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("kv-lru+pages", ["'kv-lru' is a method of its own, without another recall"]),
         # Values that mean nothing.
         ("streaming-llm:positions=nowhere", ["'cache' or 'absolute'"]),
-        ("streaming-llm:sinks=-1", ["sinks is 0 or more"]),
         ("h2o:recent=nan", ["recent is a number, not 'nan'"]),
-        ("h2o:recent=-0.5", ["a share from 0 to 1"]),
         ("h2o:halflife=-1", ["a number of queries"]),
-        ("h2o-fisher:least=0", ["above 0 and at most"]),
         ("snapkv:window=0", ["1 or more queries"]),
         ("snapkv:kernel=2", ["odd number"]),
         ("expected-attention:future=0", ["at least 1 position"]),
         ("kvzip:least=0", ["above 0 and at most"]),
-        ("kvzip:piece=0", ["at least 1 token"]),
-        ("adakv:least=1.5", ["from 0 to 1"]),
         ("adakv+kvslimmer", ["evicts nothing", "snapkv"]),
         ("pyramidkv:beta=inf", ["beta is a number, not 'inf'"]),
-        ("duo-attention:retrieval=0", ["shares above 0"]),
         ("lru:threshold=2", ["share of attention"]),
         ("h2o+quantize:3", ["8, 4 or 2 bits"]),
-        ("h2o+segments:0", ["At least one segment"]),
-        ("h2o+cam:0", ["at least 1 entry"]),
         ("h2o+sketch:vague=0.6", ["share of the budget"]),
         ("h2o+sketch:swap=0.5", ["a factor of at least 1"]),
-        ("h2o+sketch:rows=2", ["rows, not 2"]),
-        ("h2o+sketch:by=mode", ["median"]),
-        ("h2o+sketch:estimate=best", ["centred"]),
-        ("h2o+sketch:keys=odd", ["unsigned"]),
-        ("h2o+sketch:keys=averaged,estimate=shrunk", ["with estimate=plain, not 'shrunk'"]),
-        ("kvslimmer:sinks=-1", ["sinks is 0 or more"]),
+        ("h2o+sketch-variants:by=mode", ["median"]),
+        ("h2o+sketch-variants:keys=averaged,estimate=shrunk", ["with estimate=plain, not 'shrunk'"]),
         ("kvslimmer:cap=1", ["is 2 or more"]),
         ("kvslimmer:slack=0", ["a share of the budget or a number"]),
         ("h2o+pages:x", ["a whole number of them, or 'all'"]),
-        ("h2o+pages:-1", ["a whole number of them, or 'all'"]),
         ("h2o+certified:0.1", ["kvkeep has no 'certified': a step that reads every entry is faster"]),
         ("h2o+fetch-on-miss:-1", ["a limit of at least 0"]),
         ("h2o+verified:0", ["at least 1 token in a run"]),
-        ("h2o+redecode:0", ["at least 1 token"]),
-        ("h2o+quantize:4+redecode", ["use fate 'drop'"]),
         ("h2o+checkpoint+redecode", ["use fate 'drop'"]),
-        ("kvslimmer+redecode", ["use fate 'drop'"]),
-        ("full+redecode", ["there is nothing to recall"]),
-        ("kv-direct+redecode", ["recalls everything at every step already"]),
         ("kv-lru+redecode", ["without another recall"]),
     ],
 )
@@ -137,14 +114,12 @@ def test_an_invalid_method_is_refused_with_its_reason(text: str, words: list[str
             for name, value in {"checkpoint": "kv", "where": "host", "capacity": 3, "folder": "/tmp"}.items()
         ],
         (UsageError, {"method": "streaming-llm:positions=cache+checkpoint"}, 32, "rotated for the wrong one"),
-        (UsageError, {"method": "streaming-llm:positions=cache+redecode"}, 32, "rotated for the wrong one"),
         (
             UsageError,
             {"method": "kvzip+checkpoint:residual"},
             32,
             "of kind 'kv', because .* leave checkpoint 'residual' out",
         ),
-        (BudgetError, {"method": "kvzip+quantize:8"}, 40, "a group of 32 that are quantised; give at least"),
         *[
             (UsageError, {"method": f"h2o+{recall}", "checkpoint": kind}, 32, "'kv' or 'residual'")
             for recall in ("pages:2", "fetch-on-miss:8")
@@ -154,9 +129,8 @@ def test_an_invalid_method_is_refused_with_its_reason(text: str, words: list[str
         (UsageError, {"method": "h2o+quantize:exact=0"}, 200, "The parameter 'exact'"),
         (BudgetError, {"method": "streaming-llm:16"}, 16, "no space for entries beside 16 sinks"),
         (BudgetError, {"method": "kvslimmer"}, 35, "beside 32 sinks; give at least 36"),
-        (BudgetError, {"method": "h2o+sketch:rows=5"}, 19, "at least 20"),
+        (BudgetError, {"method": "h2o+sketch"}, 11, "at least 12"),
         (BudgetError, {"method": "revive"}, 24, "a group of 32 that are quantised by attention; give at least"),
-        (BudgetError, {"method": "h2o+quantize:8"}, 40, "a group of 32 that are quantised; give at least"),
         (BudgetError, {"method": "h2o+verified", "chunk": 3}, 3, "give at least 4"),
     ],
 )
@@ -168,7 +142,7 @@ def test_invalid_options_of_a_cache_are_refused_with_their_reason(
 
 
 def test_the_smallest_budget_named_in_a_refusal_is_enough() -> None:
-    for method in ("revive", "h2o+quantize:8", "h2o+quantize:2", "lowrank:4", "h2o+sketch:rows=5", "kvslimmer"):
+    for method in ("revive", "h2o+quantize:8", "h2o+quantize:2", "lowrank:4", "kvslimmer"):
         with pytest.raises(BudgetError, match="give at least") as refusal:
             KeepCache(tiny("llama"), method, 12, chunk=8)
         words = str(refusal.value).replace(",", " ").replace(".", " ").split()

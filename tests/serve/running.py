@@ -77,7 +77,7 @@ def held(engine: Engine) -> Iterator[threading.Event]:
 
 @contextmanager
 def crowded(engine: Engine) -> Iterator[None]:
-    """An engine that has memory for nobody, to the end."""
+    """An engine without memory for any answer, until the block ends."""
     grants, admission = engine.arbiter.grants, engine._admission
 
     def opened() -> None:

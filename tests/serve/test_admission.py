@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from families import tiny
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError, QueueFull
-from kvkeep.serve.admission import UNDECIDED
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import OpenSession
@@ -86,29 +84,3 @@ def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int)
     again = Client(engine, text(40, 9), **cache)
     run(engine)
     assert again.ended.written
-
-
-@pytest.mark.parametrize("limit", [0, 1, 64])
-def test_of_two_hundred_at_once_as_many_are_taken_in_as_may_wait(limit: int) -> None:
-    """Between two steps, which may take seconds, nobody but they themselves can count them."""
-    engine, refused, begin = Engine(small("llama"), 10**8, waiting=limit), list[str](), threading.Barrier(200)
-
-    def ask(seed: int) -> None:
-        begin.wait()
-        try:
-            Client(engine, text(8, seed), 1, method="full")
-        except QueueFull as error:
-            refused.append(str(error))
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(200)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert engine.waiting == (limit or UNDECIDED) == 200 - len(refused)
-    assert {*refused} == {f"The queue is full ({limit} requests); retry later."}
-    run(engine)
-    assert engine.waiting == 0
-    client = Client(engine, text(8, 1), 1, method="full")
-    run(engine)
-    assert client.ended.written == 1

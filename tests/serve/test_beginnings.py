@@ -69,18 +69,6 @@ def test_storing_ends_when_the_server_has_to_end(tmp_path: Path, monkeypatch: py
     assert Store(tmp_path).blocks.count()[0] == 1
 
 
-def test_a_session_with_a_name_and_one_without_begin_with_each_others_text(tmp_path: Path) -> None:
-    engine = serving(tmp_path)
-    one = told(engine, LONG, name=("me", "talk"))
-    engine.close()
-    ids = [*LONG, *one.ended.tokens, 3]
-    for options in ({}, {"name": ("me", "other")}):
-        engine = serving(tmp_path)
-        two = told(engine, ids, **options)
-        assert two.ended.cached >= 256 and [*two.ended.tokens] == alone("llama", ids, **FULL)
-        engine.close()
-
-
 def test_nothing_of_another_owner_is_used_or_touched(tmp_path: Path) -> None:
     engine = serving(tmp_path)
     told(engine, LONG, "me")
@@ -117,35 +105,6 @@ def test_the_client_has_its_answer_before_anything_is_stored(tmp_path: Path, mon
     engine.close()
 
 
-def test_what_was_not_stored_because_another_answer_came_is_stored_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def started() -> Engine:
-        return Engine(small("llama", 2048), 10**9, store=Store(tmp_path), **FULL)
-
-    engine, gate, write = started(), threading.Event(), BlockFolder.write
-
-    def slow(*given: Any, **options: Any) -> int:
-        assert gate.wait(30)
-        return write(*given, **options)
-
-    ids = text(900, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockFolder, "write", slow)
-        one = Client(engine, ids[:-NEW], 2, owner="me")
-        while not one.done:
-            engine.step()
-        two = Client(engine, [*ids[:300], *text(20, 2)], 2, owner="me")  # begins with the same text
-        threading.Timer(0.1, gate.set).start()
-        run(engine)
-    assert two.ended.cached == 300
-    engine.close()
-    engine = started()
-    known = [*ids[:-NEW], *one.ended.tokens]
-    assert told(engine, [*known, 3]).ended.cached == len(known) - 1
-    engine.close()
-
-
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_next"])
 def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family: str, tmp_path: Path) -> None:
     ids = text(600, 1)
@@ -160,20 +119,6 @@ def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family
             cache = KeepCache(tiny(family, positions=2048), **kind)
             wanted = kvkeep.generate(tiny(family, positions=2048), tokenizer(), prompt, cache, max_new_tokens=1)
             assert [*client.ended.tokens] == wanted.tokens
-
-
-def test_a_cancelled_answer_is_stored_too(tmp_path: Path) -> None:
-    engine = serving(tmp_path)
-    client = Client(engine, LONG, 100, owner="me")
-    while not client.job.writes:
-        engine.step()
-    client.job.cancel()
-    run(engine)
-    engine.close()
-    assert client.ended.reason == "cancelled"
-    engine = serving(tmp_path)
-    assert told(engine, [*LONG, *client.ended.tokens, 3]).ended.cached >= len(LONG)
-    engine.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])

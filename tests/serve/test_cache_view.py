@@ -10,7 +10,6 @@ import httpx
 import pytest
 import torch
 from answering import Client, small, text
-from cases import CASES, DRAFTING
 from conftest import tokenizer
 from running import BODY, KEYS, bearer, held, post, serving
 
@@ -26,12 +25,6 @@ COLUMNS = 7
 def server() -> Iterator[tuple[str, Engine]]:
     with serving() as running:
         yield running
-
-
-def pairs_of_methods() -> list[str]:
-    """All cases of drafting methods, and those of others that a tiny Llama runs."""
-    others = [name for number, name in enumerate(CASES) if number % 4 == 0 and "llama" in CASES[name].families]
-    return [*dict.fromkeys([*DRAFTING, *others])]
 
 
 def get(address: str, path: str, key: str = KEYS[0]) -> httpx.Response:
@@ -98,30 +91,6 @@ def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(
     assert get(address, "/v1/memory").status_code == 200
     assert get(address, "/v1/sessions/none/cache").status_code == 404
     assert get(address, "/v1/sessions/none/cache?columns=0").status_code == 400
-
-
-@pytest.mark.parametrize("name", [*pairs_of_methods()])
-def test_a_view_while_an_answer_is_written(name: str) -> None:
-    """After each step, also while drafts wait for a decision: each token that is shown has one state in each layer."""
-    case, engine, ids = CASES[name], Engine(small(), 10**9), text(60, 1)
-    options = {"budget": case.budget, "chunk": case.chunk} | dict(case.options)
-    if case.method.oneshot:
-        del options["chunk"]
-    client = Client(engine, ids, most=20, name=("me", "talk"), method=case.spec, **options)
-    shown, drafts = list[int](), 0
-    while not client.done:
-        engine.step()
-        if (view := cache_view(engine, ("me", "talk"))) is not None:
-            (session,) = engine.sessions.memory.values()
-            drafts += session.cache.get_seq_length() > len(view.ids)
-            assert {layer.shape[1] for layer in view.layers} == {len(view.ids)}
-            assert torch.allclose(view.map(min(7, len(view.ids))).sum(-1), torch.ones(()))
-            assert (view.kept().sum(-1) == sum(len(layer) for layer in view.layers)).all()
-            shown.append(len(view.ids))
-    whole = [*ids, *client.ended.tokens]
-    assert shown == sorted(shown) and shown[-1] >= len(whole) - 1 and (drafts > 0) == case.drafts
-    view = cache_view(engine, ("me", "talk"))
-    assert view is not None and view.ids == whole[: len(view.ids)]
 
 
 def test_while_a_prompt_is_read_it_says_how_far() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from answering import small
-from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, program, raw, serving, streamed, within
-from worst_bodies import REFUSED, TAKEN, TOKENIZE, Worst
+from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, raw, serving, streamed, within
+from worst_bodies import REFUSED, TOKENIZE
 
 from kvkeep.decode.encoding import PromptText
 from kvkeep.serve.engine import Engine
@@ -31,7 +31,6 @@ from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     MAX_STRINGS,
     MAX_VALUES,
-    SMALL_BYTES,
     Hold,
     RequestMemory,
     read_json,
@@ -43,7 +42,6 @@ from kvkeep.serve.http.starting import StartingApp
 LOOP_S = 0.5
 """Processor time that the event loop's thread may take for a body of 8 MB: ten times what it takes to receive one, and
 less than to work on one."""
-SOME = ("200,000 empty parts", "unknown fields", "ids", "a long name", "names of special tokens")
 
 
 def loop_seconds() -> float:
@@ -51,11 +49,6 @@ def loop_seconds() -> float:
     (loop,) = [one for one in threading.enumerate() if one.name == LOOP]
     assert loop.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(loop.ident))
-
-
-def sent(address: str, worst: Worst) -> httpx.Response:
-    """Send a body; a server that answers before it has arrived may close the connection."""
-    return post(address, worst.make("tiny", worst.size), path=worst.path)
 
 
 # -- wrong bodies -----------------------------------------------------------------------------------------
@@ -67,9 +60,8 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
-)
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_body_has_a_few_errors_and_does_not_keep_the_event_loop(
     name: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,15 +81,6 @@ def test_a_wrong_body_has_a_few_errors_and_does_not_keep_the_event_loop(
     assert all(count < 10 for count in errors), errors
     assert loop_seconds() - before < LOOP_S
     assert within(5, lambda: figures(address)["kvkeep_request_bytes"] == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TAKEN)
-def test_the_largest_bodies_are_answered_and_do_not_keep_the_event_loop(name: str, address: str) -> None:
-    before = loop_seconds()
-    found = sent(address, TAKEN[name])
-    assert found.status_code == 200 and found.json()["count"] == len(found.json()["tokens"])
-    assert loop_seconds() - before < LOOP_S
 
 
 def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +120,9 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
     [
         ({"messages": [{"role": "user", "content": "a"}] * 10_001}, "messages", "10000"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1001}]}, "messages.0", "1000"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 900}] * 60}, "messages", "50000"),
         ({"stop": ["a"] * 17}, "stop", "16"),
-        ({"stop": "a" * 1001}, "stop", "1000"),
         ({"model": "m" * 1001}, "model", "1000"),
-        ({"user": "m" * 1001}, "user", "1000"),
         ({"kvkeep": {"session": "s" * 201}}, "kvkeep.session", "200"),
-        ({"kvkeep": {"budget": "1" * 201}}, "kvkeep.budget", "200"),
         ({"kvkeep": dict.fromkeys(map(str, range(101)), 1)}, "kvkeep", "100"),
         ({"max_tokens": 400, "logprobs": True, "top_logprobs": 20}, "max_tokens", "95"),
     ],
@@ -156,23 +135,6 @@ def test_each_limit_has_a_name_a_number_and_a_remedy(
     error = found.json()["error"]
     assert found.status_code == 400 and error["param"].startswith(field), error
     assert limit in error["message"] and any(word in error["message"] for word in ("; send", "; s", "; j", "; leave"))
-
-
-def test_what_agents_send_is_within_the_limits(address: str) -> None:
-    part = {"type": "text", "text": "the river", "cache_control": None}
-    system = {"role": "system", "content": [part] * 20}
-    turns = [{"role": role, "content": [part] * 2} for role in ("user", "assistant")] * 4999
-    tools = {"a": [{"b": {"c": 'd "e" {[,:', "f": ["g"] * 50}}] * 900}  # 100 KB in a text
-    user = {"role": "user", "content": json.dumps(tools)}
-    found = post(address, {"messages": [system, *turns, user]}, path=TOKENIZE)
-    assert found.status_code == 200 and found.json()["count"] > 10_000
-
-
-@pytest.mark.parametrize("text", ['"', "\\", "{[,:", '\\"', "\\\\", "é", '{"a":["b"]}'])
-def test_signs_within_strings_are_no_structure(text: str) -> None:
-    signs = ["".join(random.Random(seed).choices([text, "x", '"', "\\"], k=2)) * 50_000 for seed in range(3)]
-    body = json.dumps({"a": signs, text: text}).encode()
-    assert len(body) > SMALL_BYTES and read_json(body) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -233,18 +195,6 @@ def test_bodies_that_arrive_take_memory_as_far_as_they_have_arrived_and_not_beyo
         for one in trickling:
             one.close()
         assert within(10, lambda: figures(address)["kvkeep_request_bytes"] == 0)
-
-
-def test_a_prompt_that_waits_is_counted_and_its_body_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving() as (address, engine):
-        body = {**BODY, "messages": [{"role": "user", "content": "the " * 400 + " " * 100_000}]}
-        with held(engine):
-            client = threading.Thread(target=post, args=(address, body))
-            client.start()
-            assert within(10, lambda: engine.waiting == 1)
-            assert 300 * 36 < request_bytes(address) < 500 * 36
-        client.join(30)
-        assert within(5, lambda: request_bytes(address) == 0)
 
 
 def request_bytes(address: str) -> float:
@@ -348,10 +298,6 @@ def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answ
         assert b"reads too slowly" in told and b'"code":"too_slow"' in told
 
 
-def test_an_event_is_as_short_as_the_event_loop_writes_in_a_few_milliseconds() -> None:
-    assert events.MAX_PIECE_TOKENS <= 64 and events.MAX_PIECE_CHARACTERS <= 2**14
-
-
 # -- connections ------------------------------------------------------------------------------------------
 
 
@@ -415,8 +361,6 @@ def test_a_body_of_tiny_chunks_is_not_read(key: str, address: str, caplog: pytes
     [
         "GET /health HTTP/1.1\r\nHost: localhost\r\n" + "X-A: b\r\n" * 100_000 + "\r\n",
         "GET /" + "a" * 1_000_000 + " HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + "a" * 1_000_000 + "\r\n\r\n",
-        "\r\n" * 100_000,
         "\0" * 100_000,
     ],
 )
@@ -441,21 +385,3 @@ def test_the_documentation_states_the_limits_that_there_are() -> None:
         connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, events.MAX_BUFFERED_BYTES // 10**6,
     )  # fmt: skip
     assert {f"{number:,}" for number in numbers} <= {*re.findall("[0-9][0-9,]*[0-9]|[0-9]", rows)}
-
-
-def test_ids_have_the_limit_of_a_text_that_no_context_limits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "MAX_PROMPT_TOKENS", 600)
-    kind = {"method": "streaming-llm", "budget": 64}
-    for count, status in ((600, 200), (601, 400)):
-        found = post(address, {"model": "tiny", "prompt": [5] * count, "max_tokens": 1, "kvkeep": kind}, path=TEXT)
-        assert found.status_code == status, found.text
-    assert "more than 600 tokens" in found.json()["error"]["message"]
-
-
-def test_a_forked_server_has_workers_of_its_own(model_folder: Path) -> None:
-    """Those of the server of this process are no threads of a fork."""
-    large = json.dumps({"model": "tiny", "prompt": "the " * 20_000, "max_tokens": 1}).encode()
-    with serving() as (address, _):
-        assert post(address, large, path=TEXT).status_code == 400
-    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", "--private", fork=True) as running:
-        assert post(running.address, large, path=TEXT).status_code in (400, 404)

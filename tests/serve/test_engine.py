@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from answering import NEW, Alone, Client, alone, mixed, run, small, text
 from cases import CASES, new_cache, taken
 from families import FAMILIES
@@ -249,45 +248,6 @@ def test_a_capacity_that_sessions_could_not_have_is_refused() -> None:
     assert serving(capacity=2000, method="kv-direct", budget=24).options({}) == {"method": "kv-direct", "budget": 24}
 
 
-def test_a_session_with_as_many_tokens_as_its_capacity_is_stored_or_the_capacity_refused(tmp_path: Path) -> None:
-    endless: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24}
-    capacity, ids, refused, restored = 1400, text(2900, 1), 0, 0
-    needed = capacity * serving().geometry.full_bytes_per_token
-    for number, factor in enumerate((1.3, 1.6)):
-        store = Store(tmp_path / str(number), quota=int(factor * needed))
-        try:
-            engine = serving(memory=600_000, capacity=capacity, store=store, **endless)
-        except UsageError as error:
-            assert "raise --quota, or lower --capacity" in str(error) and not restored
-            refused += 1
-            continue
-        one = Client(engine, ids, 4, name=("me", "talk"))
-        run(engine)
-        engine.close()
-        engine = serving(memory=600_000, capacity=capacity, store=store, **endless)
-        two = Client(engine, [*ids, *one.ended.tokens, *text(9, 2)], 4, name=("me", "talk"))
-        run(engine)
-        engine.close()
-        assert two.ended.cached == len(ids) + 3
-        restored += 1
-    assert refused and restored
-
-
-@pytest.mark.parametrize(
-    "name", ["full", "kv-direct", "h2o", "revive", "kvreviver", "quantized", "window+merge", "snapkv+verified", "kvzip"]
-)
-def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
-    cache: dict[str, Any] = {"method": name} | ({} if name == "full" else {"budget": 80, "chunk": 16})
-    engine = serving()
-    client = Client(engine, text(90, 1), 30, **cache)
-    engine.step()
-    assert client.job.session is not None
-    own = client.job.session.past.cache
-    while engine.running:
-        assert own.memory().bytes <= client.job.granted
-        engine.step()
-
-
 def test_no_method_holds_more_than_what_it_may() -> None:
     """Every case, bookkeeping included, after a prompt and a step."""
     for name in [name for name in CASES if taken(name, "llama")]:
@@ -315,14 +275,6 @@ def test_an_engine_that_fails_tells_everybody_and_takes_no_more(
         Client(engine, text(30, 2))
 
 
-def test_its_thread_answers_and_ends(model_folder: Any) -> None:
-    engine = serving()
-    engine.start()
-    clients = [Client(engine, text(30, seed)) for seed in range(3)]
-    engine.stop(grace=30)
-    assert [client.ended.written for client in clients] == [NEW] * 3 and engine.fault is None
-
-
 def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> None:
     engine = serving()
     before = engine.call(lambda: len(engine.sessions.memory))
@@ -337,15 +289,6 @@ def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> 
     assert client.ended.written == NEW and engine.fault is None
     with pytest.raises(EngineStopping):
         engine.call(lambda: 1)
-
-
-def test_nothing_is_drawn_from_logits_that_are_not_numbers() -> None:
-    sampler = Sampling(temperature=1.0, seed=1).sampler(1, torch.device("cpu"))
-    logits = torch.zeros(1, 9)
-    assert 0 <= sampler.next(torch.tensor([[1]]), logits) < 9
-    logits[0, 3] = torch.nan
-    with pytest.raises(KvkeepError, match="no token can be chosen"):
-        sampler.next(torch.tensor([[1]]), logits)
 
 
 def test_an_engine_warms_up_before_its_first_request_and_keeps_nothing(

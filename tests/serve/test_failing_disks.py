@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from families import tiny
 from storing import IDS, model
 
 from kvkeep import KeepCache
-from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.engine.batch import Read, forward
 from kvkeep.errors import EntriesLost, StoreError
 from kvkeep.memory import places
@@ -78,21 +76,6 @@ def test_a_session_that_lost_its_entries_gives_no_other_one_a_beginning(monkeypa
     assert again.ended.tokens == first.ended.tokens and again.ended.cached == 0
     assert longer.ended.written == NEW
     engine.close()
-
-
-def test_a_ledger_that_cannot_be_opened_stays_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its descriptor had the lock, for which the next writer would wait without end."""
-    folder, made = BlockFolder(tmp_path), {"keys": torch.zeros(4)}
-    folder.write(BlockName("me", "0" * 32), made)
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kvkeep.private_files.io.FileIO", fails)
-        with pytest.raises(StoreError, match="input/output error"):
-            folder.write(BlockName("me", "1" * 32), made)
-    assert folder.write(BlockName("me", "1" * 32), made) == 0
 
 
 def test_what_a_disk_does_is_told_without_its_paths() -> None:

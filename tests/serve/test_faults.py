@@ -1,4 +1,4 @@
-"""A fault of one session is its own, and the model is one thread's."""
+"""A fault of one session ends no other one, and only the engine's thread runs the model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.errors import KvkeepError, OutOfMemory
-from kvkeep.hooks import ForwardHooks
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
+from kvkeep.passes.hooks import ForwardHooks
 from kvkeep.policies.registry import register, unregister
 from kvkeep.policies.selectors.h2o import H2O as HeavyHitters
-from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Event
 
@@ -90,12 +89,6 @@ def test_the_engines_thread_alone_runs_the_model_and_makes_caches(
         engine.close()
     unregister("measuring", Measuring)
     assert ran == made == {threading.get_ident()} and read and not read & made
-
-
-def test_a_model_is_bound_before_there_are_threads() -> None:
-    model = fresh()
-    serving(model)
-    assert model._kvkeep_binding.adapter is not None
 
 
 @pytest.mark.parametrize("heard", [0, 1, 99])
@@ -219,29 +212,3 @@ def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -
         if not engine.step():
             break
     assert late[0].ended.written == 2
-
-
-def test_a_store_that_cannot_be_looked_through_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nor a session that cannot be closed; and the engine's thread does not look."""
-    looked = set[int]()
-
-    def broken(*given: Any) -> Any:
-        looked.add(threading.get_ident())
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
-    monkeypatch.setattr(Store, "evict", broken)
-    engine = serving(folder=tmp_path, quota=10**6, age=10**6)
-    client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
-    run(engine)
-    assert client.ended.written == NEW and looked and threading.get_ident() not in looked
-    assert "not removed" in caplog.text
-    session = engine.sessions.memory[("me", "talk")]
-    assert session.stored is not None
-    real = session.stored.close
-    monkeypatch.setattr(session.stored, "close", lambda: (real(), broken()))
-    engine.sessions.park(session)
-    assert "cannot be closed" in caplog.text and not engine.sessions.memory
-    engine.close()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from families import tiny
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client import Counter, Gauge, Histogram
-from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, held, post, program, serving, streamed
+from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.decode.encoding import PromptText
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
@@ -113,33 +111,6 @@ def test_tokens_of_probabilities_are_the_text_up_to_a_stop_string_and_no_end(
     assert "".join(tokens) == found["text"] and offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
 
 
-def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
-    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop does not wait for the tokenizer, which a worker uses."""
-    (address, engine), begun, gate, waited = server, threading.Event(), threading.Event(), list[bool]()
-
-    def slow(*given: Any, **named: Any) -> PromptText:
-        begun.set()
-        waited.append(gate.wait(10))
-        return PromptText("the river")
-
-    asked = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "logprobs": 2}
-    with streamed(address, asked, path=TEXT) as found:
-        lines = found.iter_lines()
-        next(lines)
-        with held(engine):
-            monkeypatch.setattr("kvkeep.serve.http.answering.prompt_text", slow)
-            other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
-            other.start()
-            assert begun.wait(10)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert httpx.get(f"{address}/health").status_code == 200 and not waited
-    gate.set()
-    other.join()
-    assert waited == [True]
-
-
 def test_a_session_is_its_keys_own(address: str) -> None:
     body: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
     body["kvkeep"] = {"session": "talk", "method": "h2o", "budget": 24}
@@ -189,25 +160,13 @@ def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "continue_final_message"
 
 
-def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
-    texts = [
-        client.chat.completions.create(model="tiny", messages=ASK, max_tokens=9, seed=seed).choices[0].message.content  # type: ignore[arg-type]
-        for seed in (4, 4, 5)
-    ]
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"tools": [{}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"store": True}, "store"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"n": 2}, "n"),
-        ({"n": True}, "n"),
         ({"temperature": "hot"}, "temperature"),
-        ({"temperature": 3}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -215,18 +174,13 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
         ({"stream": "yes"}, "stream"),
         ({"stop": ["x"] * 20}, "stop"),
-        ({"stop": [""]}, "stop"),
-        ({"kvkeep": {"budget": 1.5}}, "kvkeep.budget"),
         ({"seed": 2**70}, "seed"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"kvkeep": {"color": "red"}}, "kvkeep.color"),
         ({"model": "\ud800"}, "model"),
         ({"stop": ["x", "\ud800"]}, "stop.1"),
-        ({"user": "\udfff"}, "user"),
-        ({"kvkeep": {"session": "\ud800"}}, "kvkeep.session"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages.0.content.0"),
         ({"\ud800": 1}, None),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -234,13 +188,10 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"repetition_penalty": 1e-5}, "repetition_penalty"),
         ({"top_p": -1e-12}, "top_p"),
         ({"kvkeep": {"method": "magic"}}, "kvkeep.method"),
-        ({"kvkeep": {"method": "stock"}}, "kvkeep.method"),
         ({"kvkeep": {"method": "h2o"}}, "kvkeep.budget"),
-        ({"kvkeep": {"method": "h2o", "budget": "-3"}}, "kvkeep.budget"),
         ({"kvkeep": {"method": "h2o", "budget": 3}}, "kvkeep.budget"),
         ({"kvkeep": {"session": "a/b"}}, "kvkeep.session"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": float("inf")}, "top_p"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_else_changes(
@@ -255,20 +206,6 @@ def test_what_is_wrong_is_named_and_nothing_else_changes(
     assert error["message"].endswith((".", "?")) and "Traceback" not in error["message"]
     assert not re.search("[Ii]nput|valid|Literal", error["message"]), error
     assert post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2}).status_code == 200
-
-
-def test_numbers_that_are_none_and_names_that_cannot_be_are_told_by_the_rule_that_they_break(address: str) -> None:
-    error = post(address, json.dumps(BODY | {"temperature": float("nan")}).encode()).json()["error"]
-    assert error["message"] == "'temperature' has to be a finite number."
-    for name in ("x.session", "-x", ".hidden", "x."):
-        message = post(address, BODY | {"kvkeep": {"session": name}}).json()["error"]["message"]
-        assert "beginning with a letter, a digit or '_'" in message and "not ending with '.' or '.session'" in message
-
-
-def test_a_slash_in_a_name_is_no_list_of_sessions(address: str) -> None:
-    assert httpx.get(f"{address}/v1/sessions", headers=bearer()).json()["object"] == "list"
-    for path in ("/v1/sessions/%2F", "/v1/sessions/%2F/", "/v1/sessions/%2f%2f"):
-        assert httpx.get(address + path, headers=bearer()).status_code == 404, path
 
 
 def test_replies_are_of_the_types_of_the_openai_package(address: str) -> None:
@@ -305,15 +242,6 @@ def test_what_changes_nothing_is_taken_as_clients_send_it(client: openai.OpenAI,
     assert "one prompt at a time" in post(address, {**text, "prompt": ["a", "b"]}, path=TEXT).text
 
 
-def test_an_answer_that_no_cache_can_hold_is_refused_where_positions_do_not_run_out(address: str) -> None:
-    kind = {"method": "streaming-llm", "budget": 64}
-    for path, asked in ((CHAT, BODY), (TEXT, {"model": "tiny", "prompt": "the river"})):
-        error = post(address, asked | {"max_tokens": 2**31 + 5, "kvkeep": kind}, path=path).json()["error"]
-        assert error["param"] == "max_tokens" and error["code"] == "invalid_value"
-        assert error["message"] == "'max_tokens' is 2147483653; an answer has at most 2147483648 tokens."
-        assert post(address, asked | {"max_tokens": 2, "kvkeep": kind}, path=path).status_code == 200
-
-
 def test_no_request_names_a_file_but_for_the_servers_own_method(address: str, tmp_path: Path) -> None:
     """Whatever is there, the answer is the same, and nothing is opened: who opens a pipe waits for its writer."""
     there, pipe, scores = tmp_path / "there", tmp_path / "pipe", tmp_path / "scores"
@@ -336,30 +264,6 @@ def test_no_request_names_a_file_but_for_the_servers_own_method(address: str, tm
             assert post(own, BODY | {"kvkeep": said}).status_code == 200
         other = post(own, BODY | {"kvkeep": kind | {"method": f"{kind['method']}x"}}).json()["error"]
         assert "may name a file" in other["message"]
-
-
-def test_texts_are_refused_by_their_fields_too(address: str) -> None:
-    body = {"model": "tiny", "prompt": "the river", "max_tokens": 2}
-    for path, asked, field in (
-        ("/v1/completions", {**body, "prompt": "\ud800"}, "prompt"),
-        ("/v1/completions", {**body, "echo": 0}, "echo"),
-        ("/v1/completions", {**body, "echo": True}, "echo"),
-        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
-        ("/tokenize", {"prompt": "the river", "messages": ASK}, "messages"),
-    ):
-        found = post(address, json.dumps(asked).encode(), path=path)
-        assert found.status_code == 400 and found.json()["error"]["param"] == field, found.text
-    assert post(address, {**body, "echo": False}, path="/v1/completions").status_code == 200
-    assert post(address, {"prompt": "the river", "messages": None}, path="/tokenize").status_code == 200
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-45])
-def test_the_smallest_temperatures_take_the_likeliest_token(address: str, temperature: float) -> None:
-    """Also with a draft, and with what looks at all scores after it."""
-    for own in ({}, {"top_p": 0.5, "top_k": 9, "min_p": 0.1}, {"kvkeep": {"method": "snapkv+verified", "budget": 24}}):
-        body = {**BODY, "max_tokens": 9, **own}
-        greedy, tiny = (post(address, {**body, "temperature": one}).json() for one in (0, temperature))
-        assert greedy["choices"][0] == tiny["choices"][0] and len(tiny["choices"][0]["message"]["content"]) > 9
 
 
 def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -> None:

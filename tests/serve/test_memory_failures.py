@@ -1,4 +1,4 @@
-"""Memory that runs out: under a limit of the process, and allocation by allocation."""
+"""Memory runs out: by a limit of the process, and by single allocations that fail."""
 
 from __future__ import annotations
 
@@ -26,24 +26,22 @@ from running import BODY, KEYS, bearer, program
 
 import kvkeep
 from kvkeep import KeepCache, transfer
-from kvkeep.blocks.store import Store
 from kvkeep.cli import startup
 from kvkeep.decode import encoding
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import KvkeepError, ModelTooLarge, OutOfMemory, out_of_memory, ran_out_of_memory
 from kvkeep.models import loading
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.native import room, threads
+from kvkeep.native import room
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import body as bodies
 from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.job import Finished
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "failing_memory.c"
-SIZES = (14, 20, 30, 60, 200, 450, 700)
+SIZES = (14, 450)
 """MB of address space in which kvkeep cannot start."""
-BEYOND = (0, 4, 12, 40, 100, 1000)
+BEYOND = (0, 40, 1000)
 """MB of address space beyond what kvkeep asks for before it loads a model."""
 limited = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 
@@ -97,21 +95,11 @@ def test_a_command_under_any_limit_answers_or_says_that_memory_is_short(model_fo
 
 @limited
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_is_not_called_damaged(model_folder: Path) -> None:
-    """Whatever of its files finds no memory."""
-    given, environment = command("generate", "-m", str(model_folder), "-p", "the river", "--max-tokens", "4")
-    preloaded = environment | {"KVKEEP_CPU": "torch"}
-    done = subprocess.run(given, env=preloaded, capture_output=True, text=True, preexec_fn=limits(asked_for()))
-    assert "damaged" not in done.stderr and "incomplete" not in done.stderr and "Traceback" not in done.stderr
-
-
-@limited
-@pytest.mark.slow
 def test_a_server_under_any_limit_answers_or_says_that_memory_is_short(long_model_folder: Path) -> None:
     """And it answers ``/health``, and ends in order."""
     answered = set[str]()
     options = ("-m", str(long_model_folder), "--memory", "20MB", "-x", "full")
-    for more in (0, 35, 45, 55, 65, 75, 90, 110, 150, 1000):
+    for more in (0, 45, 65, 90, 1000):
         with ExitStack() as stack:
             try:
                 running = stack.enter_context(program(*options, limit=limits(asked_for() + more)))
@@ -150,11 +138,11 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("least", "stride", "count"),
-    [(4096, 37, 1), (1024, 160, 1), (16384, 25, 20), (65536, 7, 2000)],
+    [(4096, 90, 1), (1024, 320, 1), (16384, 50, 20), (65536, 7, 2000)],
     ids=["any", "small", "a-row", "for-long"],
 )
 def test_answers_while_allocations_fail_are_right_or_name_memory(
@@ -263,27 +251,6 @@ def test_room_is_what_the_process_may_have() -> None:
     assert room.has_room(1 << 20) and not room.has_room(1 << 60)
 
 
-def test_threads_that_cannot_be_started_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    start, started = threading.Thread.start, list[threading.Thread]()
-
-    def limited_start(thread: threading.Thread) -> None:
-        if len(started) == 2:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited_start)
-    assert threads._startable(5) == 2
-    used = list[int]()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
-    monkeypatch.setattr(torch, "set_num_threads", used.append)
-    started.clear()
-    threads.limit_threads()
-    assert used == [3] and "Of 6 threads only 3" in caplog.text
-
-
 def test_a_model_for_which_there_is_no_memory_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever transformers takes the error for."""
 
@@ -366,74 +333,6 @@ def test_memory_that_runs_out_anywhere_in_a_step_does_not_end_the_engine(
     assert isinstance(found, OutOfMemory) and re.search("ran out of memory while .*40 tokens of prompt", str(found))
     again = waited(Client(started, text(40, 1), 12))
     assert isinstance(again, Finished) and again.tokens == expected.tokens and started.fault is None
-
-
-def failing_times(count: int, real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, whose first ``count`` calls find no memory."""
-    left = [None] * count
-
-    def called(*given: Any, **named: Any) -> Any:
-        if left:
-            left.pop()
-            raise MemoryError
-        return real(*given, **named)
-
-    return called
-
-
-@pytest.mark.parametrize(("place", "count"), [("step", 2), ("add", 1)])
-def test_memory_that_runs_out_again_while_answers_end_does_not_end_the_engine(
-    place: str, count: int, started: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = waited(Client(started, text(40, 1), 12))
-    monkeypatch.setattr(started.sessions, "leave", failing_times(count, started.sessions.leave))
-    monkeypatch.setattr(started.scheduler, place, failing_times(1, getattr(started.scheduler, place)))
-    client = Client(started, text(40, 1), 12)
-    assert isinstance(waited(client), OutOfMemory)
-    assert waited(Client(started, text(40, 1), 12)).tokens == expected.tokens and started.fault is None
-    assert len([event for event in client.events if isinstance(event, OutOfMemory)]) == 1
-
-
-@pytest.mark.parametrize("place", ["storage.save", "leave"])
-def test_an_answer_whose_save_finds_no_memory_ends(
-    place: str, started: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = started.sessions.storage if place == "storage.save" else started.sessions
-    name = place.rpartition(".")[2]
-    monkeypatch.setattr(owner, name, failing_times(1, getattr(owner, name)))
-    assert isinstance(waited(Client(started, text(40, 1), 12, name=("me", "talk"))), Finished)
-    assert isinstance(waited(Client(started, text(40, 1), 12)), Finished) and started.fault is None
-
-
-def test_an_answer_whose_restore_finds_no_memory_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ids, name = Engine(small(), 10**9, store=Store(tmp_path)), text(40, 1), ("me", "talk")
-    engine.start()
-    one = waited(Client(engine, ids, 6, name=name))
-    engine.call(lambda: engine.sessions.park(engine.sessions.memory[name])).result(10)
-    storage, more = engine.sessions.storage, [*ids, *one.tokens, 5]
-    monkeypatch.setattr(storage, "restore", failing_times(1, storage.restore))
-    assert isinstance(waited(Client(engine, more, 6, name=name)), OutOfMemory)
-    again = waited(Client(engine, more, 6, name=name))
-    assert again.cached == len(more) - 2 and storage.restored == 1 and engine.fault is None
-    engine.stop(0)
-
-
-def test_worker_threads_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its end, the process would wait for them."""
-    before, start, started = threading.active_count(), threading.Thread.start, list[threading.Thread]()
-
-    def limited_start(thread: threading.Thread) -> None:
-        if len(started) == 3:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited_start)
-    with pytest.raises(RuntimeError, match="new thread"):
-        bodies.start_workers()
-    for thread in started[1:]:  # the first one is kept for large bodies
-        thread.join(10)
-    assert threading.active_count() <= before + 1
 
 
 def test_with_next_to_no_memory_the_newest_answer_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:

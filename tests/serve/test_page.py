@@ -247,7 +247,7 @@ def _comes_in(tab: Browser, address: str) -> None:
 
 
 def _everything_has_a_name(tab: Browser) -> None:
-    """For who hears the page and does not see it."""
+    """For users of a screen reader."""
     roles = ("button", "textbox", "combobox", "spinbutton", "meter", "image", "navigation", "complementary", "article")
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
     shown = [one for one in nodes if one.get("role", {}).get("value") in roles and not one["ignored"]]

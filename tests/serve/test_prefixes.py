@@ -81,7 +81,7 @@ def test_what_is_granted_stays_within_the_memory_and_shared_blocks_count_once(tm
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["method"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_clients_without_sessions_find_their_conversations_again(family: str, kind: dict[str, Any]) -> None:
-    """Each turn comes as a whole; what others said with the same beginning is no matter, nor is another owner's."""
+    """Each turn sends the whole text. Texts that begin alike, and those of other owners, change nothing."""
     engine, first = serving(family), text(60, 0)
     one = Client(engine, first, NEW, owner="me", **kind)
     run(engine)
@@ -118,38 +118,6 @@ def test_a_conversation_beyond_its_exact_part_is_taken_over_by_its_next_turn() -
     assert last.ended.cached == len(third) - 9 - 1
 
 
-def test_two_conversations_with_a_common_beginning_keep_their_own_sessions() -> None:
-    """The beginning, within the exact part, is copied from the other one; the rest is never taken from it."""
-    engine, system = serving(), text(250, 0)
-    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=300", "budget": 24, "chunk": 16}
-    chats, cached = [[*system, *text(90, 1)], [*system, *text(95, 2)]], list[list[int]]()
-    for turn in range(3):
-        cached.append([])
-        for number, ids in enumerate(chats):
-            client = Client(engine, ids, NEW, owner="me", **kind)
-            run(engine)
-            cached[-1].append(client.ended.cached)
-            chats[number] = [*ids, *client.ended.tokens, *text(9, 3 + turn)]
-    assert cached == [[0, 250], [345, 350], [360, 365]]
-
-
-def test_a_beginning_is_read_again_where_the_other_session_has_lost_entries() -> None:
-    """Also while it has lost none that the first block does not have."""
-    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=1000", "budget": 24, "capacity": 2300}
-    for length, copied in ((1500, 990), (1900, 0)):
-        engine = Engine(Loaded(tiny("llama", positions=4096), tokenizer(), "tiny", "tiny"), PLENTY)
-        first = text(length, 0)
-        one, second = Client(engine, first, NEW, owner="me", **kind), [*first[:990], *text(40, 1)]
-        run(engine)
-        assert one.ended.exact_tokens == 1000 and not one.ended.lost_tokens
-        other = Client(engine, second, NEW, owner="me", **kind)
-        run(engine)
-        third = [*first, *one.ended.tokens, *text(9, 2)]
-        again = Client(engine, third, NEW, owner="me", **kind)
-        run(engine)
-        assert (other.ended.cached, again.ended.cached) == (copied, len(third) - 10), "none takes the other's session"
-
-
 def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -> None:
     kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=200", "budget": 24, "chunk": 16}
     for more in (1, 2):
@@ -164,17 +132,6 @@ def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -
             assert one.ended.cached == (190 if before else 0)
             found.append([*one.ended.tokens])
         assert found[0] == found[1]
-
-
-def test_a_whole_text_is_copied_where_windows_are_full() -> None:
-    engine, first = serving("gemma3"), text(60, 0)
-    kind: dict[str, Any] = {"method": "kv-direct", "budget": 24, "chunk": 16}
-    named = Client(engine, first, NEW, name=("me", "a"), **kind)
-    run(engine)
-    second = [*first, *named.ended.tokens, *text(9, 1)]
-    other = Client(engine, second, NEW, owner="me", **kind)
-    run(engine)
-    assert other.ended.cached == 60 + NEW - 1 and [*other.ended.tokens] == alone(engine, second, **kind)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -207,24 +164,6 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
     for client, ids, kind in asked:
         if client.ended.reason != "cancelled":
             assert [*client.ended.tokens] == alone(engine, ids, len(client.ended.tokens), **kind)
-
-
-def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
-    """A session that goes on with a shorter prompt keeps its buffers; a copy is of nothing that was cut off."""
-    engine = serving(folder=tmp_path)
-    Client(engine, text(700, 0), NEW, name=("me", "a"), method="full")
-    run(engine)
-    session = engine.sessions.memory["me", "a"]
-    client = Client(engine, text(40, 0), 40, name=("me", "a"))
-    engine.step()
-    assert client.job.granted >= session.memory_bytes == in_memory(engine)
-    for kind in KINDS[1:]:
-        Client(engine, text(700, 0), NEW, owner="me", **kind)
-        run(engine)
-        short = Client(engine, [*text(700, 0)[:40], 5], NEW, owner="me", **kind)
-        engine.step()
-        assert short.job.session is not None and short.job.granted >= short.job.session.memory_bytes
-        run(engine)
 
 
 def test_blocks_are_copied_where_no_kernel_attends_to_them_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

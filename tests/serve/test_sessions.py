@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from families import tiny
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.blocks import references
-from kvkeep.blocks.references import Reference, SessionFiles
+from kvkeep.blocks.references import Reference
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.decode.cached_text import CachedText
@@ -188,26 +187,6 @@ def test_a_damaged_session_is_read_anew_and_says_so(
     assert {info.name for info in Store(tmp_path).sessions()} == {"me/talk"} | aside
 
 
-def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, parts = serving(tmp_path), turns(3)
-    one = told(engine, parts[0], "talk", method="h2o", budget=24, chunk=16)
-    ids = [*parts[0], *one.ended.tokens, *parts[1]]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        two = told(engine, ids, "talk")
-    assert "no space left" in engine.sessions.facts("me")["talk"]["note"]
-    ids = [*ids, *two.ended.tokens, *parts[2]]
-    three = told(engine, ids, "talk")
-    assert three.ended.cached > 0 and engine.sessions.facts("me")["talk"]["note"] is None
-    engine.close()
-    again = told(later := serving(tmp_path), [*ids, *three.ended.tokens, 5], "talk")
-    assert again.ended.read <= 2
-    later.close()
-
-
 def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,33 +222,6 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
     engine.close()
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_session_on_a_disk_that_became_read_only_is_read_and_answered(
-    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, parts, kind = serving(tmp_path), turns(3), METHODS[2]
-    one = told(engine, parts[0], "talk", **kind)
-    engine.close()
-    if not kept:
-        Store(tmp_path).remove("me/talk")
-    engine = serving(tmp_path)
-
-    def read_only(*_: Any) -> Any:
-        raise OSError(30, "Read-only file system")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SessionFiles, "hold", read_only)
-        patch.setattr(SessionFiles, "write", read_only)
-        ids = [*parts[0], *one.ended.tokens, *parts[1]]
-        two = told(engine, ids, "talk", **kind)
-        assert (two.ended.cached > 0) == kept and two.ended.written == NEW
-        assert "read-only" in engine.sessions.facts("me")["talk"]["note"]
-    three = told(engine, [*ids, *two.ended.tokens, *parts[2]], "talk")
-    assert three.ended.cached > len(ids) and engine.sessions.facts("me")["talk"]["note"] is None
-    engine.close()
-    assert Store(tmp_path).info("me/talk").tokens == len(ids) + len(parts[2]) + 2 * NEW - 1
-
-
 def test_a_slow_disk_holds_up_nobody_else_and_turns_keep_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,24 +246,6 @@ def test_a_slow_disk_holds_up_nobody_else_and_turns_keep_their_order(
     run(engine)
     assert one.ended.cached == 0 and two.ended.written == 2
     assert stored.saves == 2
-    engine.close()
-
-
-def test_an_answer_that_fails_leaves_the_session_as_it_was_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, parts = serving(tmp_path), turns(4)
-    one = told(engine, parts[0], "talk", method="h2o", budget=24, chunk=16)
-    ids = [*parts[0], *one.ended.tokens, *parts[1]]
-    with monkeypatch.context() as patch:
-        patch.setattr(CachedText, "recover", lambda past, known: past.cache.reset())  # the worst that may be
-        patch.setattr(schedulers, "forward", lambda model, reads: [RuntimeError("out of luck")] * len(reads))
-        bad = told(engine, ids, "talk")
-    assert "(RuntimeError)" in str(bad.events[-1])
-    two = told(engine, ids, "talk")
-    assert two.ended.cached > 0 and [[*one.ended.tokens], [*two.ended.tokens]] == alone(
-        parts[:2], {"method": "h2o", "budget": 24, "chunk": 16}
-    )
     engine.close()
 
 
@@ -412,28 +346,6 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     return client
 
 
-@pytest.mark.parametrize("limit", [{"quota": 1}, {"age": 0.0}])
-def test_limits_of_the_store_are_none_of_what_is_in_memory_only(
-    limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(session_pool, "EVICTION_INTERVAL_S", 0.0)
-    engine = serving(tmp_path, **limit)
-    ids = text(64, 1)
-    one = Client(engine, ids, method="full")
-    told(engine, text(40, 2), "talk", method="full")
-    for _ in range(3):
-        run(engine)
-    assert Store(tmp_path).blocks.count() == (0, 0)
-    if "age" in limit:
-        assert ("me", "talk") not in engine.sessions.memory and not [*tmp_path.rglob("*.session")]
-    else:  # nothing fits into the store
-        assert "does not fit" in engine.sessions.facts("me")["talk"]["note"] and "does not fit" in caplog.text
-    two = Client(engine, [*ids, *one.ended.tokens, 5], method="full")
-    run(engine)
-    assert two.ended.cached == len(ids) + one.ended.written - 1
-    engine.close()
-
-
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("how", ["of another kind", "too large", "is cancelled", "fails"])
 def test_an_answer_that_is_refused_costs_the_next_one_nothing(
@@ -462,43 +374,6 @@ def test_an_answer_that_is_refused_costs_the_next_one_nothing(
     assert (info.name, info.saves, info.in_use, info.problem) == ("me/talk", 2, False, None)
     kinds = {path.suffix or path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert kinds == {".json", ".block", "bytes", "kvkeep-store", "lock"}  # nothing unfinished
-
-
-@pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])
-@pytest.mark.parametrize("how", ["removed", "moved", "restored"])
-def test_a_store_that_is_removed_under_a_server_is_written_again_and_it_is_said_once(
-    how: str, kind: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Named sessions and others go on with the same answers, and a later server continues what was saved meanwhile."""
-    folder, parts, expected = tmp_path / "a" / "store", turns(5, 4), alone(turns(5, 4), kind)
-    engine, ids, long = serving(folder), list[int](), text(300, 7)
-    for number, part in enumerate(parts):
-        if number == 3:
-            engine.close()
-            engine = serving(folder)
-        ids += part
-        one = told(engine, ids, "talk", **kind)
-        assert [*one.ended.tokens] == expected[number] and (not number or one.ended.cached > len(ids) - len(part) - 2)
-        ids += one.ended.tokens
-        if number == 0:
-            shutil.copytree(folder, tmp_path / "backup")
-            begun = Client(engine, long, NEW, **METHODS[0])
-            run(engine)
-        elif number == 1:
-            shutil.rmtree(folder.parent) if how != "moved" else folder.rename(tmp_path / "away")
-            if how == "restored":
-                shutil.copytree(tmp_path / "backup", folder)
-            again = Client(engine, [*long, *text(20, 8)], NEW, **METHODS[0])  # its memory has the text
-            run(engine)
-            assert again.ended.cached >= len(long) - 1 and begun.ended.tokens
-        elif number == 2:
-            assert "saved again" in engine.sessions.facts("me")["talk"]["note"]
-    assert [one.levelname for one in caplog.records] == ["WARNING"] and "was removed or replaced" in caplog.text
-    other = Client(engine, [*long, *text(20, 8)], NEW, **METHODS[0])
-    run(engine)
-    assert other.ended.cached >= 256
-    engine.close()
-    assert (folder / "kvkeep-store").exists() and not any(info.problem for info in Store(folder).sessions())
 
 
 @pytest.mark.parametrize("gone", ["tokenizer", "folder", None])

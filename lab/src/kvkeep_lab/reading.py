@@ -21,8 +21,8 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.methods import resolve
+from kvkeep.reconstruction import ReconstructionReader
 from kvkeep.stock import STOCK, new_cache
-from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import PeerReader, peer_of
 from kvkeep_lab.shared_pass import SharedPass, takes_over
@@ -139,7 +139,7 @@ def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> Read
     everything, logits, seconds = shared.first
     start, pieces = time.perf_counter(), request.method.selector.reconstruction
     twin = everything.fork(request.method.name, request.budget, **request.options())
-    if request.method.store_fate.reference_queries:  # a fit uses its queries up
+    if request.method.store_fate.reading_hook(0) is not None:  # a fit uses its queries up
         twin.compress()
         return ReadCache(twin, logits, seconds + time.perf_counter() - start)
     assert pieces is not None

@@ -34,6 +34,7 @@ from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
 from kvkeep.blocks.references import SHARED, Reference
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
+from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     BlockVersion,
@@ -54,7 +55,6 @@ from kvkeep.memory.rows import BLOCK
 from kvkeep.models.adapter import processes
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.policies.request import Request
-from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 
@@ -357,7 +357,7 @@ class StoredSession(Reference):
             raise ShapeError("'uneven' or 'plain' is neither true nor false")
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
-            cache.recompose(past["shares"])
+            cache.reset(past["shares"])
         if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
             raise SessionError(
                 f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here "

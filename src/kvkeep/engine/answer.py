@@ -138,7 +138,7 @@ class Answer:
         if isinstance(sampler, Sampling):
             sampler = sampler.sampler(len(prompt), logits.device)
         ids = torch.tensor([[*prompt]], device=logits.device)
-        if self.cache.method.recall.drafts:
+        if isinstance(self.cache, KeepCache) and self.cache.method.recall.drafts:
             yield from self._rounds(ids, logits, sampler)
             return
         while True:
@@ -216,7 +216,7 @@ class Answer:
     def _end(self, reason: str) -> None:
         """End the answer. Raises EntriesLost if its entries on disk have changed since it began."""
         if isinstance(self.cache, KeepCache):  # else it is transformers' own
-            self.cache.check_disk()
+            self.cache.stream.check_disk()
         self.reason = reason
         if self._pieces is None or self.listener is None:
             return

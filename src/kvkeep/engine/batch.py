@@ -1,8 +1,9 @@
 """One forward pass for several sessions: their new tokens are packed into one row; each cache does its attention.
 
 The pass reads the weights once for all sessions. Attention and recurrent modules run per session
-(:mod:`kvkeep.hooks`); every other operation treats tokens independently. Where matrix products do not depend on the
-number of rows, as with the native library in bfloat16, the logits equal those of a separate pass to the last bit.
+(:mod:`kvkeep.passes.hooks`); every other operation treats tokens independently. Where matrix products do not depend
+on the number of rows, as with the native library in bfloat16, the logits equal those of a separate pass to the last
+bit.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, OutOfMemory, UnsupportedModelError, out_of_memory, ran_out_of_memory, release
-from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.native.library import trim_memory
+from kvkeep.passes.hooks import ForwardHooks, NoSessionLeft, SessionPass
+from kvkeep.passes.record import TextRecord
 
 CHUNK = 512
 """The number of prompt tokens that one pass reads, if the method allows any number."""
@@ -160,7 +162,8 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of the failed pass.
     Raises only torch.AcceleratorError."""
     cache = read.cache
-    cache.stream.record.expect_more(read.cut)
+    record = cache.stream.record if isinstance(cache, KeepCache) else TextRecord()
+    record.expect_more(read.cut)
     try:
         ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
         first = cache.get_seq_length() if read.first is None else read.first
@@ -176,21 +179,20 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     except Exception as error:
         return _without_memory(read, error)
     finally:
-        cache.stream.record.expect_more(False)
+        record.expect_more(False)
 
 
 def chunk_size(cache: KeepCache) -> int:
     """Return the number of prompt tokens that one pass reads into a cache."""
     chunk: int = cache.stream.chunk
-    free = chunk > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
-    return CHUNK if free else chunk
+    return CHUNK if chunk > CHUNK and cache.stream.any_chunk else chunk
 
 
 def short_chunk_size(cache: KeepCache) -> int:
     """Return the number of prompt tokens that one pass reads while other sessions generate. It is smaller than the
     normal chunk only if the answer does not depend on chunk boundaries and no pass rebuilds evicted entries."""
     stored = cache.checkpoint
-    cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
+    cut = cache.stream.any_chunk and cache.round is None
     kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
     kept = kept and not cache.geometry.recurrent_layers  # bits of a recurrent state depend on the chunks
     return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvkeep.budget import size
 from kvkeep.errors import ModelError, ModelTooLarge, UnsupportedModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.embedded import EMBEDDED, gguf_path
@@ -27,7 +28,6 @@ from kvkeep.models.weight_memory import Format, GgufTensors, check_memory, chose
 from kvkeep.models.weights import filled, read_weights
 from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
-from kvkeep.units import size
 
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import ModelError
-from kvkeep.extras import optional
 from kvkeep.geometry import ModelGeometry
 from kvkeep.native.library import kernels, library
 from kvkeep.native.structures import KIND_NUMBERS, NOT_FINITE, KvMatrix, address_of, array
+from kvkeep.plugins import optional
 
 HALF_MAXIMUM = 65504.0
 """Largest float16 number. Scales and offsets are float16."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvkeep.budget import size
 from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
@@ -17,7 +18,6 @@ from kvkeep.models.model_names import FORMATS
 from kvkeep.models.packed import GROUP, KINDS, Kind
 from kvkeep.native.library import library
 from kvkeep.native.room import address_space_left
-from kvkeep.units import size
 
 BITS = {"int8": 8, "int4": 4}
 QUANTISED = {4: "Q4_1", 8: "Q8_0"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from conftest import tokenizer
 from families import tiny
 
 from kvkeep import Conversation, KeepCache, KvkeepError, UsageError, generate
-from kvkeep.cli.chat import answering, commands, loop
+from kvkeep.budget import size
+from kvkeep.cli.chat import commands, loop
 from kvkeep.cli.chat.answering import status
 from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
 from kvkeep.cli.chat.state import Chat, Saver
 from kvkeep.stock import STOCK, new_cache
-from kvkeep.units import size
 
 PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
 
@@ -137,15 +136,6 @@ def test_another_model_in_mid_conversation(model_folder: Path, tmp_path: Path) -
     assert "which reads it before its next answer" in notes_of(made) and "Unknown model 'nosuch'" in notes_of(made)
 
 
-def test_a_reading_that_is_due_is_not_denied() -> None:
-    made = chat("the of", "was it", "/budget 24", "/system by from", "/budget 16", "for", "/budget 24", "/undo",
-                "/budget 16")  # fmt: skip
-    notes = [note for note in made.screen.notes if "continues with" in note]  # type: ignore[attr-defined]
-    due = ["nothing is read again" not in note for note in notes]
-    assert due == [False, True, False, False], notes
-    assert notes[1].endswith("16 entries per layer; the model reads it before its next answer.")
-
-
 def test_a_full_context_is_told_and_half_of_it_can_be_freed() -> None:
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 72}
     long = [f"the of and to in was {word}" for word in ("it", "for", "on", "as", "with", "his")]
@@ -185,13 +175,6 @@ def test_a_full_context_continues_by_endless_without_reading_again(method: str) 
     assert full.endswith("tokens. This method has no context limit.") and budget.endswith("nothing is read again.")
 
 
-def test_a_text_beyond_the_context_is_not_given_to_a_method_that_would_read_it_again() -> None:
-    made = chat(*LONG, "/budget none", "/method kv-direct 40", budget=32, positions=512, at_end="endless")
-    errors = [note for note in made.screen.notes if "read it again for" in note]  # type: ignore[attr-defined]
-    assert len(errors) == 2 and all("context has 512" in one for one in errors)
-    assert isinstance(made.talk.cache, KeepCache) and made.talk.cache.method.recall.endless
-
-
 def test_what_happens_at_the_end_is_chosen_by_the_method() -> None:
     def default(method: str, budget: Any, positions: int = 512) -> str:
         return chosen(None, chat(method=method, budget=budget, positions=positions).talk)
@@ -208,12 +191,6 @@ def test_what_happens_at_the_end_is_chosen_by_the_method() -> None:
     assert chosen("drop", chat(method="h2o", budget=32, positions=512).talk) == "drop"
     notes = notes_of(chat(*LONG, "/context endless", method="h2o", budget=32, positions=512))
     assert "Method 'h2o' does not keep every entry" in notes and "'/context drop' forgets the oldest turns.\n" in notes
-
-
-def test_undo_after_the_end_leaves_what_was_before() -> None:
-    common: dict[str, Any] = {"budget": 32, "positions": 512, "at_end": "endless"}
-    made = chat(*LONG, "/undo", "/undo", LONG[3], LONG[4], **common)
-    assert said(made) == said(chat(*LONG, **common))
 
 
 def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,15 +218,6 @@ def test_a_long_file_is_read_when_the_user_agrees(tmp_path: Path, reply: str, re
     assert "Reading 364 tokens takes at least 3 minutes; 'y' reads them" in notes_of(made)
     assert len(said(made)) == (4 if read else 2) and said(made)[-2] == "by from"
     assert ("Nothing was read." in notes_of(made)) != read and not made.attachments
-
-
-def test_without_a_terminal_a_long_file_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next line is the next question, not a reply."""
-    path = tmp_path / "book.txt"
-    path.write_text("the of and to " * 90)
-    monkeypatch.setattr(answering, "LONG_S", 0.0)
-    made = chat(f"/file {path} was it", "by from", method="h2o")
-    assert len(said(made)) == 4 and made.read_per_s is not None and "Reading" not in notes_of(made)
 
 
 def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
@@ -290,11 +258,6 @@ def test_the_line_says_where_every_token_is(method: str, options: dict[str, Any]
     assert line.startswith(f"{said}, ") and line.endswith(" tokens/s") and len(line) <= 80
 
 
-def test_an_empty_answer_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate))
-    assert "answer is empty; /retry" in notes_of(chat("the of"))
-
-
 def _stopped(answer: Any) -> Any:
     """As with Ctrl-C while the first prompt is read."""
     stops = iter([KeyboardInterrupt])
@@ -305,11 +268,6 @@ def _stopped(answer: Any) -> Any:
         return answer(*given, **options)
 
     return stopped
-
-
-def _without_text(generated: Any) -> Any:
-    """As where the last token is a special one, of which a text has nothing; the tiny tokenizer has none."""
-    return lambda *given, **options: replace(generated(*given, **options), text="")
 
 
 def test_completions_and_the_page() -> None:

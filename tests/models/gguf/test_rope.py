@@ -46,7 +46,6 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
         ({"dimension_count": 8}, {}, "rotates 8 of the 16 elements of a head"),
         ({"dimension_count": 18}, {}, "dimension_count is 18, and each of its 4 heads has 16 elements"),
         ({}, {"rope_freqs.weight": FACTORS[:5]}, "has 5 factors, .* and 8 pairs are rotated"),
-        ({}, {"rope_freqs.weight": FACTORS - 1}, "or one that is not positive"),
         ({}, {"rope_factors_long.weight": FACTORS}, "which cannot be read together"),
         ({"scaling.factor": 2.0}, {"rope_freqs.weight": FACTORS}, "by factors in tensors and by 'linear'"),
         (
@@ -60,9 +59,7 @@ def test_scaling_by_keys_is_read(tmp_path: Path) -> None:
             "original_context_length is 6, too few for yarn",
         ),
         ({"freq_base": 0.0}, {}, "its llama.rope.freq_base is 0.0, and must be positive"),
-        ({"freq_base": float("nan")}, {}, "must be positive"),
         ({"scaling.factor": -4.0}, {}, "its llama.rope.scaling.factor is -4.0, and must be positive"),
-        ({"scale_linear": float("inf")}, {}, "must be positive"),
         ({"scaling.attn_factor": 1.5}, {}, "with yarn and longrope only"),
     ],
 )

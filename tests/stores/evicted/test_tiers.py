@@ -155,18 +155,6 @@ def test_what_attention_reads_is_near_to_what_was_taken() -> None:
     assert errors == sorted(errors) and errors[-1] < 0.4  # of a variance of 2
 
 
-def test_a_tier_knows_of_its_own_holes() -> None:
-    """Attention asks for a mask only where some places are empty."""
-    tiers, _ = filled(9000, [300, 1, 1])
-    assert len([tier for tier in tiers.tiers if tier.groups]) > 1 and not any(tier.holes for tier in tiers.tiers)
-    rows = torch.zeros(LANES, GROUP, DIM)
-    slots = torch.full((LANES, GROUP), -1, dtype=torch.int32)
-    tiers.take(EvictedEntries(rows, rows, slots, torch.zeros(LANES, GROUP)), NOBODY)
-    *coded, waiting = pieces(tiers)
-    assert waiting.holes and any(piece.holes for piece in coded)
-    assert all(piece.holes == bool((piece.slots < 0).any()) for piece in coded)
-
-
 # -- in a cache -------------------------------------------------------------------------------------------
 
 
@@ -186,15 +174,3 @@ def test_attention_is_counted_wherever_entries_are() -> None:
         ((bank,), tiers) = layer.resident.banks, layer.evicted
         away = sum(tier.parts[-1].sum((1, 2)) for tier in tiers.tiers if tier.groups) + tiers.waiting[3].sum(1)
         torch.testing.assert_close(bank.scores.sum(1) + away, torch.full((2,), 200.0), atol=0.05, rtol=1e-3)
-
-
-def test_it_beats_what_drops_and_what_quantises_alike() -> None:
-    """On the tiny model: nearer to the unbounded cache's distribution than its parts are alone, in the same bytes."""
-    ids = prompt(2, 400)
-    exact = expected("llama", ids)[:, -31:].log_softmax(-1)
-
-    def divergence(method: str) -> float:
-        found = read("llama", KeepCache(tiny("llama"), method, 130, chunk=48), ids, single=30).log_softmax(-1)
-        return float((exact.exp() * (exact - found)).sum(-1).mean())
-
-    assert divergence("revive") < min(map(divergence, ("h2o", "h2o+quantize:4", "h2o+quantize:8")))

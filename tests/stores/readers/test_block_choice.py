@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.readers.block_choice import K1, WRITTEN, BlockChoice, best_blocks, word_scores
 
@@ -132,30 +130,6 @@ def test_rows_choose_by_their_own_words() -> None:
     assert choice.numbers.tolist() == [[0, 1], [0, 1]]
 
 
-def test_numbers_of_another_text_are_refused() -> None:
-    choice = BlockChoice(_ledger(torch.arange(320)[None] + 100), 4, 16)
-    choice.check(0)
-    for good in ([300, 320, 5, 320, 20], [300, 321, 5, 0, 0], [0, 0, 0, 0, 20]):
-        choice.restore(torch.tensor(good))
-        choice.check(320)
-    for wrong in ([300, 322, 5, 0, 0], [-1, 20, 5, 20, 5], [9, 8, 0, 0, 0], [300, 320, 21, 320, 20], [0, 0, 0, 321, 0]):
-        choice.restore(torch.tensor(wrong))
-        with pytest.raises(ShapeError, match="choice"):
-            choice.check(320)
-
-
-def test_a_question_read_again_after_its_blocks_are_gone_recalls_the_first_block() -> None:
-    ledger = _ledger(torch.arange(320)[None] + 100)
-    choice = BlockChoice(ledger, 4, 16)
-    ledger.append(torch.tensor([[120, 121]]), None, None, None)
-    choice.choose(5, 2, (0, 0))
-    choice.truncate(321)
-    ledger.truncate(321)
-    ledger.append(torch.tensor([[121]]), None, None, None)
-    choice.choose(18, 1, (1, 18))
-    assert choice.blocks == 18 and choice.numbers is not None and choice.numbers.tolist() == [[0]]
-
-
 def test_a_lost_block_is_no_neighbour() -> None:
     """The block after the best one is lost, and the text goes on far behind it."""
     ledger = _ledger(torch.arange(320)[None] + 100)
@@ -175,11 +149,3 @@ def test_a_question_counts_that_was_asked_while_all_entries_were_attended() -> N
         ledger.append(torch.tensor([[99]]), None, None, None)
         choice.choose(20, 1, (0, 0))
         assert choice.numbers is not None and choice.numbers.tolist() == [[0, 1, 2]]
-
-
-def test_numbers_after_a_crop_are_of_the_shorter_text() -> None:
-    ledger = _ledger(torch.arange(320)[None] + 100)
-    choice = BlockChoice(ledger, 4, 16)
-    choice.choose(20, 2, (0, 0))
-    choice.truncate(90)
-    choice.check(90)

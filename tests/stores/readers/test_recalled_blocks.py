@@ -125,7 +125,7 @@ def test_a_text_longer_than_the_positions_stays_within_the_budget() -> None:
             assert model(part, cache=cache).logits.isfinite().all()
             states = cache.entry_states()
             assert all(int((layer == 1).sum(-1).max()) <= 32 for layer in states)
-            held.add(cache.resident_bytes())
+            held.add(cache.memory().resident_bytes)
     assert len(held) == 1
     assert cache.exactness == Exactness.REVERSIBLE and "exact up to 64 tokens" in cache.describe()[0].note
 
@@ -142,18 +142,6 @@ def test_the_planner_counts_the_copies(family: str) -> None:
     layers = cache.geometry.full_layers
     held = sum(cache.layers[layer.index].reader.bookkeeping_bytes for layer in layers)
     assert 0 < held == sum(cache.method.recall.holds(layer, cache.geometry, 450, 426).bookkeeping for layer in layers)
-
-
-def test_crop_and_fork_choose_again() -> None:
-    model, ids = tiny("llama"), _ids(200)
-    cache = KeepCache(model, SPEC, 24, chunk=16, where="host")
-    with torch.no_grad():
-        model(ids, cache=cache)
-        copy = cache.fork()
-        wanted = model(ids[:, :1], cache=cache).logits
-        assert torch.allclose(model(ids[:, :1], cache=copy).logits, wanted, atol=1e-4)
-        cache.crop(-1)
-        assert torch.allclose(model(ids[:, :1], cache=cache).logits, wanted, atol=1e-3)
 
 
 def test_another_budget_takes_the_entries_over_and_more_exact_tokens_do_not() -> None:
@@ -331,19 +319,6 @@ def test_a_crop_to_where_entries_are_lost_is_refused(exact: int) -> None:
         assert len(past.ids) == cache.get_seq_length() == (first + 199 if again else 0)
 
 
-def test_a_session_that_was_saved_after_a_crop_goes_on(tmp_path: Path) -> None:
-    model, ids = tiny("llama", positions=4096), _ids(310)
-    for left in (60, 100, 290):
-        cache = KeepCache(model, SPEC, 24, chunk=16)
-        with torch.no_grad():
-            model(ids[:, :300], cache=cache)
-            cache.crop(left - 300)
-            save_session(tmp_path / f"{left}", Session(cache, ids[:, :left].tolist()))
-            loaded = load_session(tmp_path / f"{left}", model)
-            found = [model(ids[:, left : left + 5], cache=one).logits for one in (cache, loaded.cache)]
-        assert torch.equal(*found)
-
-
 def test_no_distance_exceeds_the_positions() -> None:
     """A full number of blocks, a chunk, a block that is not whole, and what is written until the next choice."""
     model, ids = tiny("llama", positions=512), _ids(1000)
@@ -356,34 +331,6 @@ def test_no_distance_exceeds_the_positions() -> None:
             choice = cache.layers[0].reader.choice
             most = max(most, stop - (choice.blocks - choice.numbers.shape[1]) * choice.size)
     assert 450 < most <= 512
-
-
-def test_a_copy_goes_on_as_the_cache_does_where_a_recalled_block_is_dropped_within_an_answer(tmp_path: Path) -> None:
-    """The words of the question are in the next page that the checkpoint drops."""
-    model, ids, question = tiny("llama", positions=4096), _ids(2400), torch.tensor([[91, 92, 93, 94]])
-    dropped = 0
-    for length in (1504, 1568):
-        cache = _quota(ids[:, :length], QUOTA)
-        first = cache.checkpoint.first(0)
-        ids_of = ids[:, :length].clone()
-        ids_of[:, first + 20 : first + 24] = question
-        cache, text = _quota(ids_of, QUOTA), torch.cat([ids_of, question, ids[:, length : length + 28]], 1)
-        with torch.no_grad():
-            model(question, cache=cache)
-            chosen = cache.layers[0].reader.choice.numbers[0].tolist()
-            for at in range(length + 4, length + 30):
-                model(text[:, at : at + 1], cache=cache)
-            gone = [number for number in chosen[1:] if 16 <= number < cache.checkpoint.first(0) // 16]
-            dropped += bool(gone)
-            assert not set(gone) & set(cache.layers[0].reader.choice.numbers[0].tolist())
-            save_session(tmp_path / f"{length}", Session(cache, text[:, : length + 30].tolist()))
-            others = [cache.fork(), load_session(tmp_path / f"{length}", model).cache]
-            steps = [
-                torch.cat([model(text[:, at : at + 1], cache=one).logits for at in (length + 30, length + 31)])
-                for one in (cache, *others)
-            ]
-        assert all(torch.allclose(steps[0], one, atol=1e-5) for one in steps[1:])
-    assert dropped
 
 
 def test_a_cache_that_has_lost_a_page_is_read_again_for_another_budget() -> None:
@@ -411,16 +358,6 @@ def test_memory_within_a_capacity_is_what_is_granted() -> None:
         if capacity == QUOTA:
             bound = QUOTA * cache.geometry.kv_bytes_per_token + 40 * 50_000
             assert peak_bytes(cache, 50_000) < bound, "it does not grow with the text, but for ids"
-
-
-@pytest.mark.parametrize("capacity", [300, 1000, 5000])
-def test_memory_of_other_limited_checkpoints_is_what_is_granted(capacity: int) -> None:
-    model, ids = tiny("llama", positions=4096), _ids(1400)
-    cache = KeepCache(model, "lru+checkpoint:kv", 32, chunk=32, where="host", capacity=capacity)
-    for start, stop in ((0, 300), (300, 900), (900, 1400)):
-        with torch.no_grad():
-            model(ids[:, start:stop], cache=cache)
-        assert cache.memory().bytes <= peak_bytes(cache, stop)
 
 
 def test_a_capacity_that_is_too_small_is_refused() -> None:

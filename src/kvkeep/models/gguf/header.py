@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep.errors import ModelError, reason_of
-from kvkeep.extras import optional
+from kvkeep.plugins import optional
 
 _LENGTH = struct.Struct("<Q")
 _FIXED = struct.Struct("<4sIQQ")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.recall import Reader
+from kvkeep.stores.dynamic import noted
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.windows import noted
 
 
 class Rehearsal(Reader):
@@ -64,6 +64,3 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             forget()
             for layer, reader in zip(layers, readers_before, strict=True):
                 layer.reader = reader
-
-
-"""Attributes of a stream that a pass or a rehearsal sets."""

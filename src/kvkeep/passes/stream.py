@@ -1,0 +1,453 @@
+"""The stream of one cache: it records the tokens of each forward pass, attends, and undoes an unfinished pass.
+
+The model's hooks (:mod:`kvkeep.passes.hooks`) call it. A layer is *streamed* if the model sees only its new entries,
+and the stream attends to the past. The stream also attends in all other layers if the native library runs them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.hook import PassHook
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.disk_rows import DiskChecks
+from kvkeep.memory.inference import outside_inference_mode
+from kvkeep.memory.rows import BLOCK, Rows
+from kvkeep.native.library import trim_memory
+from kvkeep.passes.record import TextRecord
+from kvkeep.policies.assembly import Assembly
+from kvkeep.policies.methods import Method
+from kvkeep.reconstruction import Rereading
+from kvkeep.step import native
+from kvkeep.step.plan import LayerStep
+from kvkeep.stores.layer_group import LayerGroup
+
+TRIM_TOKENS = 2048
+"""Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
+grow with the text."""
+
+
+class CacheStream:
+    """The forward passes of one cache. rereading: when a text is read a second time (``kvzip``); None: never."""
+
+    pass_hooks: Sequence[PassHook]
+    """Hooks of the method's parts, called before and after each pass."""
+    rehearsing = False
+    """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
+    open = False
+    """A pass is in progress or unfinished."""
+    first: Tensor | None = None
+    """The first slot of each row that is not padding, (rows,); None without padding."""
+
+    def __init__(
+        self, method: Method, geometry: ModelGeometry, made: Assembly, rereading: Rereading | None = None
+    ) -> None:
+        self.method, self.geometry, self.layers, self.rereading = method, geometry, made.layers, rereading
+        self.holdings = made.holdings
+        self.streams, self.exact, self.decoder, self.device = made.streams, made.exact, made.decoder, made.device
+        self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
+        self.positions, self.round = made.positions, made.round
+        self.chunk = made.chunk or sys.maxsize
+        self.observes = made.streams and method.exactness != "exact"
+        self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
+        self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
+        self.exact_tokens = method.recall.exact_tokens(geometry)
+        self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
+        self.any_chunk = method.exactness == "exact" and not method.oneshot  # no chunk changes an answer
+        self.moving = bool(geometry.sliding_layers or geometry.other_layers)
+        self.record = TextRecord()
+        self.ends = not method.any_length  # its positions are those of the text
+        sources = [layer.source for layer in geometry.layers]
+        self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
+        self._readers = {layer.source: layer.index for layer in geometry.layers}
+        self._latent = made.latent
+        self.disk = DiskChecks(partial(_rows_on_disk, made))
+        self._groups: list[LayerGroup] = []  # layers that are ranked together
+        self._known = self._pending_bytes = self._read = 0
+        self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
+        self._masked = False  # whether the caller's mask masks more than padding
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within the block a text is read in one chunk, hooks and listeners are not called, and the caller discards the
+        entries (:mod:`kvkeep.stores.readers.rehearsal`)."""
+        before = self.chunk, self.pass_hooks
+        self.rehearsing, self.chunk, self.pass_hooks = True, sys.maxsize, ()
+        listeners = self.record.on_progress, self.record.on_block
+        self.record.tell_nobody()
+        try:
+            yield
+        finally:
+            self.open = self.rehearsing = False
+            self.record.tell(*listeners)
+            self.chunk, self.pass_hooks = before
+
+    # -- a forward pass -----------------------------------------------------------------------------
+
+    def chunks(self, count: int, chunk: int | None = None) -> list[int]:
+        """Return the sizes of the chunks in which ``count`` new tokens are read, at most ``chunk`` each (None: the
+        cache's own number). The first takes the remainder, so that the last queries of a prompt share a chunk."""
+        end = (self.length + count - 1) // BLOCK * BLOCK - self.length
+        ends = self.record.on_block is not None and self.any_chunk and not self.record.continues
+        ends = ends and (self.round is None or not self.round.open)
+        if self.exact_tokens is not None:  # a chunk is exact as a whole or not at all
+            end, ends = self.exact_tokens - self.length, True
+        parts = (end, count - end) if ends and 0 < end < count else (count,)
+        chunk = self.chunk if chunk is None else chunk
+        return [size for part in parts for size in _equal(part, chunk)]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens processed, without those of an unfinished pass."""
+        return self._known if self.open else self._processed()
+
+    def _processed(self) -> int:
+        if self.streams:
+            return self.ledger.length
+        length: int = next(iter(self.bounded), self.layers[0]).get_seq_length()
+        return length
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held, 0 before the first token."""
+        if self.streams:
+            return self.ledger.batch
+        return next((rows for holding in self.holdings if (rows := holding.rows)), 0)
+
+    def admit(self, tokens: int) -> None:
+        """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read. A model that
+        was not trained for a position answers, but with another distribution than any that was measured."""
+        limit, total = self.geometry.max_positions, self.length + tokens
+        if limit is None or self.rehearsing:
+            return
+        if self.rereading is not None:
+            self.rereading.check_length(total)
+        if self.ends and total > limit:
+            raise UsageError(
+                f"'{self.method.name}' keeps the positions of the text, and {total} tokens exceed the model's {limit} "
+                "positions; use method 'endless' or 'streaming-llm', or shorten the text."
+            )
+        if self.positions is not None and self.method.oneshot:
+            needed = min(self.length, self.positions.entries) + tokens
+            if needed > self.positions.limit:
+                raise UsageError(
+                    f"In one pass, these {tokens} tokens and the entries of the cache need {needed} positions, "
+                    f"more than the model's {self.positions.limit}; leave 'oneshot' out to read them in chunks."
+                )
+
+    @outside_inference_mode
+    def begin_forward(
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
+    ) -> Tensor | None:
+        """Record the tokens of a pass. Return the positions for the model; None: the model computes them."""
+        self.roll_back()
+        self.record.note_pass(self._given_by_ids(ids, positions, mask))
+        if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
+            new = embeddings if ids is None else ids
+            assert new is not None
+            positions = torch.arange(self.length, self.length + new.shape[1], device=new.device).unsqueeze(0)
+        if not self.streams:
+            self.open, self._known = True, self._processed()
+            self._note_padding(mask)
+            return positions
+        if self.rereading is not None:
+            self.rereading.check_ids(ids)
+        if self.round is not None:
+            self.round.before_forward()
+        self._masked = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
+        if self._masked and self.checkpoint is not None and self.checkpoint.replays:
+            raise UsageError(
+                f"Checkpoint kind '{self.checkpoint.spec}' runs the model again with the model's own masks, and "
+                "cannot use an attention mask of yours; use kind 'kv' or 'residual'."
+            )
+        self.open, self._known = True, self.ledger.length
+        self.ledger.append(ids, embeddings, positions, mask if isinstance(mask, Tensor) else None)
+        self.first = self.ledger.first
+        self.masks_itself = self.exact and not self._masked and self.first is None
+        if self.checkpoint is not None and not self._drafting:
+            self.checkpoint.begin_forward(embeddings is None, self._known)
+        if self.positions is None:
+            return positions
+        if positions is None:
+            positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
+        return self.positions.begin(positions, self._known)
+
+    def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool:
+        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
+        positions are the next ones."""
+        given = [one for one in (positions, mask) if one is not None]
+        if ids is None or any(not isinstance(one, Tensor) or one.ndim != 2 for one in given):
+            return False
+        if any(one.device.type != "cpu" for one in given):  # comparing would wait for the device
+            return False
+        if mask is not None and not bool(mask.all()):
+            return False
+        if positions is None:
+            return True
+        start, count = self.length, positions.shape[1]
+        if positions.numel() == 1:
+            return int(positions) == start
+        return bool((positions == torch.arange(start, start + count)).all())
+
+    def _note_padding(self, mask: Any) -> None:
+        """Find the padding in a pass's ``mask``."""
+        self.first, self.masks_itself = None, self.exact and mask is None
+        if isinstance(mask, Tensor) and mask.ndim == 2 and self.exact:
+            host = mask.bool()
+            self.first = None if bool(host.all()) else host.int().argmax(1)
+            self.masks_itself = self.first is None or bool((host.cummax(1).values == host).all())
+
+    @property
+    def wants_residuals(self) -> bool:
+        """Whether the checkpoint keeps residuals."""
+        return self.checkpoint is not None and self.checkpoint.by_token
+
+    @outside_inference_mode
+    def plan(self) -> dict[int, LayerStep]:
+        """Return the step of a single token in each layer that can plan it."""
+        if not self._plannable or self._latent:
+            return {}
+        steps = {index: step for index in self._single if (step := self.layers[index].plan()) is not None}
+        groups = dict[Hashable, list[int]]()
+        for index, step in steps.items():
+            if self.streams and (key := self.layers[index].resident.group) is not None:
+                groups.setdefault((key, step.entries), []).append(index)
+        before, self._groups = self._groups, []
+        for members in groups.values():
+            residents = [self.layers[index].resident for index in members]
+            group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
+            steps |= zip(members, group.plan([steps[index] for index in members]), strict=True)
+            self._groups.append(group)
+        return steps
+
+    @property
+    def _plannable(self) -> bool:
+        """Whether each layer can plan a token by itself: nothing that layers share changes."""
+        if not self.streams:
+            return self.masks_itself and self.first is None
+        more = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
+        return not more and self.ledger.batch == 1 and self.ledger.visible is None
+
+    @outside_inference_mode
+    def commit(self, layers: Iterable[int], completed: bool) -> None:
+        """Record that the steps of :meth:`plan` have run in ``layers``, and let selectors score by their attention.
+        completed: the whole pass has run."""
+        for index in layers:
+            self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
+            self.layers[index].commit()
+        for group in self._groups:
+            group.finish(completed)
+
+    @outside_inference_mode
+    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
+        """Pass the residual entering a layer, (batch, new, hidden_size), to the checkpoint."""
+        if self.checkpoint is not None and not self._drafting:
+            self.checkpoint.enter_layer(layer_idx, hidden.detach())
+
+    def recur(
+        self, layer_idx: int, run: Callable[..., Tensor], hidden: Tensor, cache: Any, mask: Tensor | None
+    ) -> Tensor:
+        """Return the output of a layer's recurrent module ``run``, (batch, new, hidden_size). In a verifying pass it
+        reads one token at a time: transformers adds the terms of several tokens in another order, and a rejected token
+        must leave no trace in the state."""
+        if self.round is None or not self.round.verifying:
+            return run(hidden, cache, mask)
+        outputs = []
+        for token in range(hidden.shape[1]):
+            if token:
+                self.round.states[layer_idx].note()
+            one = slice(token, token + 1)
+            outputs.append(run(hidden[:, one], cache, None if mask is None else mask[:, one]))
+        return torch.cat(outputs, 1)
+
+    def attends(self, layer_idx: int) -> bool:
+        """Return whether :meth:`attend` computes a layer's attention: it is streamed, or the library runs it."""
+        return self.streamed(layer_idx) or (
+            self.exact and self.geometry.layers[layer_idx].kind in ("full", "sliding", "shared")
+        )
+
+    def streamed(self, layer_idx: int) -> bool:
+        """Return whether a layer is streamed; a sliding window is not."""
+        layers = self.geometry.layers
+        return self.streams and layers[layers[layer_idx].source].kind == "full"
+
+    def attends_to_pieces(self, layer_idx: int) -> bool:
+        """Return whether the kernel reads a layer's entries where they lie in this pass, because they lie in pieces,
+        which would have to be copied into one tensor. The model then sees only its new entries."""
+        return self.masks_itself and bool(getattr(self.layers[layer_idx], "in_pieces", False))
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        """Return attention over the evicted, resident and new entries of a layer, and settle the new ones. None:
+        transformers attends."""
+        if not self.streamed(module.layer_idx):
+            return self._attend_to_all(module, query, key, value, mask, scaling)
+        attend = self._attend_streamed if self.rehearsing else self._attend_without_gradients
+        return attend(module, query, key, value, mask, scaling)
+
+    def _attend_to_all(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        source = self.geometry.layers[module.layer_idx].source
+        layer, pieces = self.layers[source], [(key, value)]
+        if self.attends_to_pieces(source):
+            pieces = layer.pieces()
+        start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
+        output = native.attend_all(query, pieces, mask, scaling, start, self.first)
+        if output is not None or mask is not None or not self.masks_itself:
+            return output
+        if self.attends_to_pieces(source):  # queries of another type
+            key, value = layer.keys, layer.values
+        # Without a mask, transformers would treat the queries as those of the first tokens.
+        slots = torch.arange(key.shape[2], device=key.device)
+        seen = (slots <= slots[-query.shape[2] :, None])[None, None]
+        if self.first is not None:
+            seen = seen & (slots + start >= self.first[:, None])[:, None, None]
+        return attend(query, [Segment(key, value, seen)], scaling)[0]
+
+    def _attend_streamed(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        index = module.layer_idx
+        source = self.geometry.layers[index].source
+        layer = self.layers[source]
+        self._pending_bytes = max(self._pending_bytes, sum(part.nbytes for part in layer.pending or ()))
+        if self.positions is not None:
+            self.positions.place(layer)  # before the new entries, which already have positions
+        brings, last = index == source, self._readers[source] == index
+        if brings and layer.pending is None:
+            raise KvkeepError(
+                f"'{self.geometry.model_type}' passed no entries to the cache. Gradient checkpointing does that; "
+                "call model.eval()."
+            )
+        if key.shape[2] == 1 and not self._masked and self.ledger.all_tokens(1):
+            mask = None  # a token attends to itself
+        if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
+            raise UsageError(
+                f"The attention mask covers {mask.shape[-1]} entries; it has to cover all {self.ledger.length}, "
+                f"or the {key.shape[2]} new ones."
+            )
+        step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
+        return step.unfolded(layer.reader.attend(layer, step))
+
+    _attend_without_gradients = outside_inference_mode(_attend_streamed)
+
+    @outside_inference_mode
+    def end_forward(self, completed: bool) -> None:
+        """End the pass; after an exception it is rolled back where possible."""
+        if not completed:
+            if self._drafting or not self.moving:
+                self.roll_back()
+            return
+        self.disk.check()
+        self.open = False
+        if self.streams:
+            if any(layer.arrived != self.ledger.length for layer in self.bounded):
+                raise KvkeepError(
+                    f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
+                    "the result would be wrong. Use method 'full'."
+                )
+            held_bytes = sum(one.resident_bytes + one.compressed_bytes for one in self.holdings)
+            self.meter.cache(held_bytes + self._pending_bytes)
+            self._pending_bytes = 0
+        if self.round is not None:
+            self.round.after_forward()
+        length = self._processed()
+        self._read += max(0, length - self._known)  # since memory was trimmed
+        if self._read >= TRIM_TOKENS:
+            trim_memory()
+            self._read = 0
+        if self.record.on_progress is not None:
+            self.record.on_progress(length)
+        if not length % BLOCK and self.record.on_block is not None and not (self.round is not None and self.round.open):
+            self.record.on_block(length)
+
+    @outside_inference_mode
+    def roll_back(self, restoring: bool = False) -> None:
+        """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
+        restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
+        undone, and EntriesLost if entries on disk are lost."""
+        self.disk.check()
+        in_round = self.round is not None and self.round.open
+        lost = any(layer.lost for layer in self.bounded)
+        if lost or (self.open and self.moving and not (restoring or in_round)):
+            moved = "recurrent state" if self.geometry.recurrent_layers else "sliding window"
+            reason = "a store could not take evicted entries" if lost else f"a {moved} cannot be rolled back"
+            raise KvkeepError(
+                f"The cache was left in the middle of a step, and {reason}; call reset() and read the text again."
+            )
+        if not self.open:
+            return
+        if self.round is not None and in_round:
+            self.open = False
+            self.round.retract()
+            return
+        self.open = False
+        self.record.note_undone()
+        for layer in self.bounded:
+            layer.truncate(self._known)
+        self.forget_from(self._known)
+
+    @property
+    def must_reread(self) -> bool:
+        """Whether the text is complete, and so long that ``compress()`` has to read it again."""
+        reads_on = self.record.continues or self.rehearsing
+        return self.rereading is not None and self.ledger.length > self.rereading.entries and not reads_on
+
+    def check_disk(self) -> None:
+        """Compare entries on disk with what was written: all of them, but those of ``endless`` beyond its exact part,
+        which are compared when they are recalled. Raises EntriesLost."""
+        self.disk.check(compare=self.exact_tokens is None or self.length <= self.exact_tokens)
+
+    def forget_from(self, length: int) -> None:
+        """Truncate the parts that all layers share to ``length`` slots, after the layers."""
+        self.record.forget_from(length)
+        if not self.streams:
+            return
+        self.ledger.truncate(length)
+        if self.positions is not None:
+            self.positions.truncate(length)
+        if self.checkpoint is not None:
+            self.checkpoint.truncate_residuals(length)
+
+    def select(self, index: Tensor) -> None:
+        """Make the rows of the batch those of ``index``, before the layers do. Raises KvkeepError as
+        :meth:`roll_back`."""
+        self.roll_back()
+        self.disk.check(compare=True)  # digests are made anew of what is copied
+        self.record.select(index.tolist())
+
+    @outside_inference_mode
+    def abandon(self) -> None:
+        """Undo an unfinished pass or round. Raises KvkeepError as :meth:`roll_back`."""
+        self.roll_back()
+        if self.round is not None and self.round.open:
+            self.round.retract()
+
+    @property
+    def _drafting(self) -> bool:
+        return self.round is not None and self.round.drafting
+
+
+def _rows_on_disk(made: Assembly) -> Iterator[Rows]:
+    """Yield the rows of a cache that may lie on disk."""
+    if made.checkpoint is not None:
+        yield from (rows for _, rows in made.checkpoint.stores())
+    yield from (made.ledger.ids, made.ledger.positions)
+
+
+def _equal(count: int, chunk: int) -> list[int]:
+    """Return the sizes of chunks of ``chunk`` tokens; the first takes the remainder."""
+    full, rest = divmod(count, chunk)
+    return [*([rest] if rest else []), *[chunk] * full]
