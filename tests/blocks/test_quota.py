@@ -74,16 +74,6 @@ def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path
     BlockFolder(tmp_path, quota).write(BlockName("a", "e" * 32), block(1))
     count, total = folder.count()
     assert total <= quota and count > 6
-    assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == total
-
-
-@pytest.mark.parametrize("left", [b"", b"123", bytes(8), b"\xff" * 8])
-def test_a_total_that_a_program_left_is_not_trusted(left: bytes, tmp_path: Path) -> None:
-    folder = BlockFolder(tmp_path, 20 * EACH)
-    folder.write(BlockName("a", "0" * 32), block(1))
-    (tmp_path / "bytes").write_bytes(left)
-    BlockFolder(tmp_path, 20 * EACH).write(BlockName("a", "1" * 32), block(1))
-    assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == folder.count()[1]
 
 
 def test_files_are_their_users_alone(tmp_path: Path) -> None:

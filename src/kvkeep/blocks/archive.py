@@ -16,9 +16,8 @@ from typing import IO, Any, BinaryIO, NamedTuple
 
 from kvkeep.blocks.block_file import described, parse
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.header import checked
 from kvkeep.blocks.names import session_key
-from kvkeep.blocks.references import MAX_BYTES, MAX_GENERATION, decode, encode
+from kvkeep.blocks.references import MAX_BYTES, MAX_GENERATION, checked, decode, encode
 from kvkeep.blocks.store import Store, keys_of
 from kvkeep.errors import (
     BlockDamaged,
@@ -39,8 +38,6 @@ HEAD = struct.Struct("<8sQ")
 """Magic, and the bytes of the reference."""
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 2**20
-_TAR = b"ustar", 257
-"""What earlier versions wrote has this, at this place."""
 
 
 class _Found(NamedTuple):
@@ -146,11 +143,10 @@ def _header(file: BinaryIO, length: int) -> dict[str, Any]:
     """Return the data of the reference; leave ``file`` at the first block."""
     file.seek(0)
     magic, count = HEAD.unpack(_read(file, HEAD.size))
-    if magic != MAGIC:
-        file.seek(_TAR[1])
-        if magic[:6] == MAGIC[:6] or file.read(len(_TAR[0])) == _TAR[0]:
-            raise SessionVersion("it is of another version of kvkeep; import it with that version.")
+    if magic[:6] != MAGIC[:6]:
         raise ValueError("another magic")
+    if magic != MAGIC:
+        raise SessionVersion("it is of another version of kvkeep; import it with that version.")
     if count > min(MAX_BYTES, length):
         raise ValueError("a size")
     return decode(bytes(_read(file, count)))[0]

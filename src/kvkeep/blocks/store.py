@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.header import checked
 from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
 from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
-from kvkeep.blocks.references import Reference, SessionFiles, newest, unwritable
+from kvkeep.blocks.references import Reference, SessionFiles, checked, newest, unwritable
 from kvkeep.clock import ClockWatch
 from kvkeep.errors import (
     SessionBusy,

@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvkeep.blocks.header import check_version
+from kvkeep.blocks.references import check_version
 from kvkeep.blocks.sessions import Session, StoredSession, check_savable
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
@@ -222,7 +222,7 @@ class SessionStorage:
         """Return the session of this name; it is new if it can neither be opened nor created now."""
         try:
             opened = self._opened(name, options)
-        except SessionUnwritable as error:
+        except (SessionUnwritable, SessionVersion) as error:
             log.warning("The session '%s' begins without the store: %s", name[1], error)
             opened = OpenedSession(name, Request.parse(**options))
         return replace(opened, note=opened.note or self.lost_turns.pop(name, None))
