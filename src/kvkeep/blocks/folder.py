@@ -1,9 +1,9 @@
 """A folder of blocks, one file each. Several programs may share it and its quota.
 
 Files are written atomically and never change. A file's modification time is the last use of the block. A writer holds
-a lock from counting the bytes of all files until its block is written, so that the quota is never exceeded. At the
-quota the least recently used blocks are removed. Programs that use a block have read it into their own memory. What
-else lies in the folder is neither counted nor removed, and no link in it is followed.
+a lock until its block is written, and counts the bytes of all files unless it was the last writer, so that the quota is
+never exceeded. At the quota the least recently used blocks are removed. Programs that use a block have read it into
+their own memory. What else lies in the folder is neither counted nor removed, and no link in it is followed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -25,11 +26,12 @@ from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
 from kvkeep.files import sync_name, write_whole
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.private_files import check_kind, is_file, make_folder, wait_for_lock
+from kvkeep.private_files import as_file, check_kind, is_file, make_folder, wait_for_lock
 
 SUFFIX = ".block"
 LOCK = "bytes"
-"""The name of the file that a writer locks; it is part of the store's format."""
+"""The name of the file that a writer locks, with a random mark of the last one; part of the store's format."""
+_MARK_BYTES = 16
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
 SKEW_NS = 86400 * 10**9
@@ -53,6 +55,8 @@ class BlockFolder:
 
     def __init__(self, folder: Path, quota: int | None = None) -> None:
         self.folder, self.quota = folder, quota
+        self._mark: bytes | None = None  # the one that this program wrote last
+        self._total = 0  # bytes of all files then
         self._in_memory: WeakValueDictionary[tuple[BlockName, str], Content] = WeakValueDictionary()
 
     def path(self, name: BlockName) -> Path:
@@ -136,13 +140,17 @@ class BlockFolder:
         try:
             make_folder(path.parent, self.folder)
             check_kind(path)
-            with self._lock():
+            with self._lock() as file:
                 if path.exists():
                     if not replace:
                         return 0
                     path.unlink()
-                if self.quota is not None:
-                    gone = self._evict(size)
+                known = file.read(_MARK_BYTES) == self._mark
+                if self.quota is not None and not (known and self._total + size <= self.quota):
+                    self._total, gone = self._evict(size)
+                self._mark, self._total = secrets.token_bytes(_MARK_BYTES), self._total + size
+                file.seek(0)
+                file.write(self._mark)
                 write_whole(path, lambda file: file.writelines(content), private=True)
             sync_name(path)
         except OSError as error:
@@ -182,14 +190,15 @@ class BlockFolder:
         try:
             with suppress(FileNotFoundError), self._lock():
                 oldest = None if age is None else time.time_ns() - int(min(age, FOREVER_S) * 1e9)
-                return self._evict(0, oldest)
+                return self._evict(0, oldest)[1]
         except OSError as error:
             raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason_of(error)}.") from error
         return 0
 
-    def _evict(self, size: int, oldest: int | None = None) -> int:
+    def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:
         """Remove the least recently used blocks until ``size`` bytes fit, and some more, and those not used since
-        ``oldest`` (ns); return how many. Raises StoreError if ``size`` bytes do not fit then."""
+        ``oldest`` (ns). Return the remaining bytes and the number of removed blocks. Raises StoreError if ``size``
+        bytes do not fit then."""
         known = self._by_use()
         total, gone, quota = sum(length for _, length, _ in known), 0, self.quota
         target = total if quota is None or total + size <= quota else min(quota - quota // FREED_SHARE, quota - size)
@@ -201,7 +210,7 @@ class BlockFolder:
                 total, gone = total - length, gone + 1
         if size and quota is not None and total + size > quota:
             raise StoreError(f"Blocks in '{self.folder}' cannot be removed to make room for another.")
-        return gone
+        return total, gone
 
     def _by_use(self) -> list[tuple[int, int, str]]:
         """Return time of use (ns), bytes and path of each block, the least recently used first. Times that lie in the
@@ -229,10 +238,7 @@ class BlockFolder:
         return bool(space) and start == key[:2]
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Keep other programs from writing within the block."""
-        handle = wait_for_lock(self.folder / LOCK)
-        try:
-            yield
-        finally:
-            os.close(handle)
+    def _lock(self) -> Iterator[IO[bytes]]:
+        """Keep other programs from writing within the block; yield the file that is locked."""
+        with as_file(wait_for_lock(self.folder / LOCK), "r+") as file:
+            yield file
