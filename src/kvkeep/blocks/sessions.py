@@ -247,6 +247,8 @@ class StoredSession(Reference):
             yield
         except SessionError as error:
             raise type(error)(f"The session '{self.path}' cannot be {what}: {error}") from error.__cause__
+        except RecursionError as error:
+            raise SessionDamaged(f"The session '{self.path}' cannot be {what}: its tables are too deep.") from error
         except KvkeepError as error:  # this machine lacks a method or a folder
             raise SessionError(f"The session '{self.path}' cannot be {what} here: {error}") from error
 
