@@ -114,8 +114,8 @@ class TextRows:
             for store in rows.stores if isinstance(rows, JoinedRows) else [rows]:
                 if isinstance(store, PagedRows):
                     store.compare([number * BLOCK])
-        own = torch.tensor([row[number * BLOCK :][:BLOCK] for row in ids], dtype=torch.int32)
-        return self._copied(number * BLOCK, (number + 1) * BLOCK) | {NAME_OF_IDS: own}
+        part = torch.tensor([row[number * BLOCK :][:BLOCK] for row in ids], dtype=torch.int32)
+        return self._copied(number * BLOCK, (number + 1) * BLOCK) | {NAME_OF_IDS: part}
 
     def tail(self) -> dict[str, Tensor]:
         """Return the rows after the last whole block. Raises EntriesLost."""
