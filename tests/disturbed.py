@@ -305,8 +305,9 @@ def _remove(world: World, path: Path) -> None:
 
 
 def _link(world: World, path: Path) -> None:
-    path.unlink()
-    path.symlink_to(_file(world, path.suffix))
+    link = path.with_suffix(".tmp")
+    link.symlink_to(_file(world, path.suffix))
+    os.replace(link, path)  # the server may write the block anew at any time
 
 
 def _remove_store(world: World) -> bool:

@@ -49,7 +49,7 @@ def caches(layers: int) -> dict[str, Cache]:
         if not method.checkpoints:
             found[name] = Cache(method)
             continue
-        for kind in kinds:
+        for kind in kinds[:2] if name == "kv-lru" else kinds:  # it recalls single entries
             for where in ("device",) if kind == "tokens" else ("device", "host", "disk"):
                 found[f"{name} {kind}@{where}"] = Cache(method, CheckpointSpec.parse(kind, where))
     return found

@@ -65,12 +65,12 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each layer's steps were of."""
     calls: list[int] = []
 
-    class Counted(steps._StepTable):
-        def __init__(self, of_layer: Any, *given: Any) -> None:
-            calls.append(len(of_layer))
-            super().__init__(of_layer, *given)
+    def counted(of_layer: Any, *given: Any) -> Any:
+        calls.append(len(of_layer))
+        return table(of_layer, *given)
 
-    monkeypatch.setattr(steps, "_StepTable", Counted)
+    table = steps._step_table
+    monkeypatch.setattr(steps, "_step_table", counted)
     return calls
 
 
