@@ -120,7 +120,7 @@ def test_every_combination_works_or_says_why_not() -> None:
 
 # -- classes ----------------------------------------------------------------------------------------------
 
-LARGER = {"Conversation", "Engine", "KeepCache", "Layer", "Selected"}
+LARGER = {"Engine", "KeepCache", "Layer", "Selected"}
 """Classes of more methods than others may have."""
 
 

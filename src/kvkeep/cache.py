@@ -19,15 +19,14 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.hooks import ForwardHooks, SessionPass
 from kvkeep.memory.inference import outside_inference_mode
-from kvkeep.memory.meter import Memory
+from kvkeep.memory.meter import Memory, Meter
 from kvkeep.memory.process import resident_now
 from kvkeep.memory.rows import Rows
-from kvkeep.policies.assembly import Assembly, Previous, assemble
+from kvkeep.policies.assembly import assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Options, Request
-from kvkeep.reconstruction import compress
+from kvkeep.reconstruction import ReconstructionReader, Rereading, compress
 from kvkeep.stores.dynamic import holding_of
-from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep.stream import CacheStream
 from kvkeep.transfer import fork
 
@@ -60,6 +59,9 @@ class KeepCache(Cache):
     Raises:
         UsageError, BudgetError, UnsupportedModelError, StoreError: each with one sentence.
     """
+
+    meter: Meter
+    """Bytes and seconds of the cache."""
 
     def __init__(
         self,
@@ -96,23 +98,7 @@ class KeepCache(Cache):
         )
         self.method: Method = self.request.method
         self.geometry = ModelGeometry.of(model)
-        self._start()
-
-    def _start(self) -> None:
-        made, first = assemble(self.request, self.model, self.geometry), self.request.reading
-        if first is not None:  # the assembly above only checks the method's layers
-            made = assemble(first, self.model, self.geometry)
-        self.reading = first is not None
-        self._use(made, first or self.request)
-
-    def _use(self, made: Assembly, request: Request) -> None:
-        self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
-        self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
-        super().__init__(layers=made.layers)
-        self.holdings = [holding_of(layer) for layer in made.layers]
-        limit = made.entries if self.reading else None
-        self.stream = CacheStream(request.method, self.geometry, made, limit)
-        self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
+        self.reset()
 
     # -- a text that is read again ------------------------------------------------------------------
 
@@ -127,18 +113,15 @@ class KeepCache(Cache):
         second reading, which is then left out."""
         return compress(self, readers) if self.reading and self.get_seq_length() else None
 
-    def recompose(self, shares: Sequence[Sequence[int]]) -> None:
-        """Start again as an empty cache with ``shares`` entries for the lanes of each full layer.
-        :mod:`kvkeep.reconstruction` then copies the entries of the text into it."""
-        made = assemble(self.request, self.model, self.geometry, Previous(self.made, shares))
-        before, self.reading = self.stream, False
-        self._use(made, self.request)
-        self.stream.record.tell(before.record.on_progress, before.record.on_block)
+    @property
+    def reading(self) -> bool:
+        """Whether the text, or its beginning, waits for its second reading."""
+        return self.stream.rereading is not None
 
     @property
     def shares(self) -> list[list[int]] | None:
-        """The entries of each full layer's lanes, for the present rows, where the text decides them: from
-        :meth:`recompose` on, or for a selector that divides a layer's budget; else None."""
+        """The entries of each full layer's lanes, for the present rows, where the text decides them: after
+        its second reading, or for a selector that divides a layer's budget; else None."""
         if self.reading or not (self.method.reading or self.method.selector.divides):
             return None
         return [list(layer.resident.budgets) for layer in self.stream.bounded]
@@ -260,9 +243,20 @@ class KeepCache(Cache):
                 "the end; call reset()."
             )
 
-    def reset(self) -> None:
-        """Forget everything and free the memory."""
-        self._start()
+    def reset(self, shares: Sequence[Sequence[int]] | None = None) -> None:
+        """Forget everything and free the memory. shares: :attr:`shares` of a text whose entries the caller restores;
+        the cache then begins as after a second reading."""
+        made = assemble(self.request, self.model, self.geometry, shares, None if shares is None else self.meter)
+        first, rereading = self.request.reading if shares is None else None, None
+        if first is not None:  # the assembly above only checks the method's layers
+            made = assemble(first, self.model, self.geometry)
+            rereading = Rereading(self.method.name, made.entries or 0, self.geometry.max_positions)
+        self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
+        self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
+        super().__init__(layers=made.layers)
+        self.holdings = [holding_of(layer) for layer in made.layers]
+        self.stream = CacheStream((first or self.request).method, self.geometry, made, rereading)
+        self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the rows of the batch those of ``beam_idx``."""

@@ -3,31 +3,72 @@
 KVzip (arXiv:2505.23416): after the prompt the model gets a request to repeat it, and the answer in pieces. One pass
 over each piece shows which entries the repetition needs. The first reading is that of ``kv-direct``, exact and within
 the budget; the entries of the repetition are discarded. A selector may have an excerpt read in place of the whole text.
+
+Score "max", KVzip (section 3): the score of an entry is the maximum attention that it receives from any query of the
+repeated text, in any head that shares the entry. A long text is repeated in pieces. The attention of a piece's queries
+is then normalised over the first entries of the text, and over the piece's entries from the first and from the second
+reading.
+
+Score "max of text", EpiCache (arXiv:2509.17396): the same maximum. The attention is normalised over the whole text.
+
+Score "rms", Attention Matching (arXiv:2602.16284): the score is the root of the mean squared attention over all queries
+and heads. The attention is normalised over the whole text.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention import Segment, attend, received
+from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.contracts.store import SecondReading
 from kvkeep.errors import UsageError
 from kvkeep.models.chat_templates import filled
-from kvkeep.stores.readers.reconstruction import ReconstructionReader
-from kvkeep.stores.readers.rehearsal import rehearsing
-from kvkeep.transfer import copy_ledger
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
+from kvkeep.transfer import copy_ledger, last_token_state, restore_last
 
+POSITIONS = 64
+"""The minimum number of positions for a piece of the text and its introduction."""
 CUE = 8
 """Tokens of the previous piece that introduce a later one."""
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@dataclass(frozen=True)
+class Rereading:
+    """When the text of a cache is read a second time, and what the first reading must leave for it."""
+
+    method: str
+    """The name of the cache's method."""
+    entries: int
+    """The budget of a layer. A text of no more tokens is kept as it is."""
+    positions: int | None
+    """The model's positions; None: no limit."""
+
+    def check_length(self, tokens: int) -> None:
+        """Raise UsageError if a text of so many tokens leaves too few positions."""
+        if self.positions is not None and tokens > max(self.entries, self.positions - POSITIONS):
+            raise _too_long(self.method, tokens, self.positions, f" to {self.positions - POSITIONS} tokens")
+
+    def check_ids(self, ids: Tensor | None) -> None:
+        """Raise UsageError for tokens without ``ids``."""
+        if ids is None:
+            raise UsageError(
+                f"'{self.method}' reads the text a second time by its token ids, and embeddings have none; pass "
+                "input_ids."
+            )
 
 
 class Pass(NamedTuple):
@@ -60,15 +101,19 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     same text, which is then not read again."""
     begin = time.perf_counter()
     cache.stream.roll_back()
-    rows, old, meter = cache.rows, cache.made, cache.meter
+    rows, old, meter, record = cache.rows, cache.made, cache.meter, cache.stream.record
     readers, length = readers or _read_again(cache), cache.ledger.length
     method, geometry = cache.method, cache.geometry
     entries = method.division(geometry, cache.entries).resident
     scores = [reader.scores for reader in readers]
     with meter.holding(*(part for reader in readers for part in (reader.scores, *reader.queries, *reader.valid))):
-        cache.recompose(method.selector.shares(scores, rows, entries))
-        copy_ledger(old.ledger, cache.ledger, length, rows)
+        shares, windows = method.selector.shares(scores, rows, entries), last_token_state(cache)
+        cache.reset(shares)
+        cache.stream.record.tell(record.on_progress, record.on_block)
+        cache.stream.record.begin_with(record.plain)
         try:
+            copy_ledger(old.ledger, cache.ledger, length, rows)
+            restore_last(cache, windows, length)
             _hand_over(cache, old, readers, rows)
         except BaseException:  # some entries are lost, so the cache is cleared
             cache.reset()
@@ -132,10 +177,7 @@ def _passes(cache: Any, pieces: ReconstructionPieces, words: Words, ids: Tensor)
     if limit is not None:
         piece = min(piece, limit - length - CUE - max(len(words.first), len(words.later)) - len(words.then))
     if piece < 1:
-        raise UsageError(
-            f"'{cache.method.name}' reads the text a second time, at the positions after it. {length} tokens "
-            f"leave too few of the model's {limit} positions; shorten the text."
-        )
+        raise _too_long(cache.method.name, length, limit)
     every = torch.arange(length, device=ids.device).expand(len(ids), -1)
     if pieces.excerpt is not None:
         slots = pieces.excerpt.slots(ids, cache.ledger.visible, cache.model.get_input_embeddings())
@@ -145,6 +187,13 @@ def _passes(cache: Any, pieces: ReconstructionPieces, words: Words, ids: Tensor)
         span = start, min(start + piece, length)
         said = words.later if start else words.first
         yield Pass(span, said, every[:, max(0, start - CUE) : start], every[:, slice(*span)])
+
+
+def _too_long(method: str, tokens: int, positions: int | None, remedy: str = "") -> UsageError:
+    return UsageError(
+        f"'{method}' reads the text a second time, at the positions after it. {tokens} tokens leave too few of the "
+        f"model's {positions} positions; shorten the text{remedy}."
+    )
 
 
 def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) -> None:
@@ -193,3 +242,74 @@ def _words(tokenizer: Any, first: str) -> Words:
         messages = [{"role": "user", "content": mark}]
         then = filled(tokenizer, messages).rpartition(mark)[2]
     return Words(*(tokenizer.encode(text, add_special_tokens=False) for text in (first, LATER, then)))
+
+
+class ReconstructionReader(Rehearsal):
+    """Attends exactly to all entries of a layer and to the new ones, which are discarded afterwards.
+
+    piece: the slots that are repeated in this pass. pieces: how the text is read, and how entries are scored. stride:
+    the distance of queries that are stored for a fit; 0: none are.
+    """
+
+    def __init__(self, layer: Layer, pieces: ReconstructionPieces, stride: int = 0) -> None:
+        self.sinks, self.kind, self.stride, self.piece = pieces.sinks, pieces.score, stride, (0, layer.length)
+        self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
+        """(lanes, slots) float32."""
+        self.scaling = 1.0
+        self.queries: list[Tensor] = []
+        """Of each pass (lanes, heads * n, key_dim)."""
+        self.valid: list[Tensor] = []
+        """Of each pass (lanes, heads * n) bool, False for padding."""
+        self._counts: Tensor | int = 0  # queries scored, of all heads, (lanes, 1)
+
+    def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        """Return attention over all entries and the new ones, and score the entries by it."""
+        past = (segment for _, segment in self._past(layer, step))
+        output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, origin=layer.origin)
+        if self.kind == "rms":
+            self._add_squares(layer, step)
+        else:
+            self._raise_to_max(layer, step, lse)
+        if self.stride:
+            real = layer.ledger.unpadded(torch.zeros_like(lse), layer.heads) == 0
+            self.queries.append(step.query[:, :, :: self.stride].flatten(1, 2).clone())
+            self.valid.append(real[:, :, :: self.stride].flatten(1))
+            self.scaling = step.scaling
+        return output
+
+    def finish(self) -> None:
+        """Turn sums into scores, after the last pass."""
+        if self.kind == "rms":
+            self.scores.div_(self._counts).sqrt_()
+
+    def _past(
+        self, layer: Layer, step: AttentionInputs, spans: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[Piece, Segment]]:
+        """Yield all entries, or those of the slots in ``spans``."""
+        wide = step.wide(layer.length)
+        evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
+        for piece in chain(evicted, layer.resident.pieces()):
+            parts = [piece] if spans is None else [piece.between(*span) for span in spans]
+            yield from ((part, layer.segment(part, step, wide)) for part in parts if part is not None)
+
+    def _add_squares(self, layer: Layer, step: AttentionInputs) -> None:
+        _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
+        lse = layer.ledger.unpadded(lse, layer.heads)
+        self._counts = self._counts + lse.isfinite().sum((1, 2), keepdim=True)[..., 0]
+        for piece, segment in self._past(layer, step):
+            # exp(2 s - 2 lse) is the square of the weight exp(s - lse); the mean over heads becomes a sum.
+            squares = received(step.query, segment, 2 * lse, 2 * step.scaling) * step.query.shape[1]
+            self.scores[:, piece.first : piece.first + squares.shape[1]] += squares
+
+    def _raise_to_max(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
+        start, stop = self.piece
+        if self.kind == "max of text":
+            _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
+        elif start or stop < layer.length:
+            compared = (segment for _, segment in self._past(layer, step, [(0, min(self.sinks, start)), self.piece]))
+            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
+        lse = layer.ledger.unpadded(lse, layer.heads)
+        for piece, segment in self._past(layer, step, [self.piece]):
+            weights = received(step.query, segment, lse, step.scaling, None, "max")
+            scores = self.scores[:, piece.first : piece.first + weights.shape[1]]
+            torch.maximum(scores, weights, out=scores)

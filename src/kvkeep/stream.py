@@ -26,24 +26,21 @@ from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
+from kvkeep.reconstruction import Rereading
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
 from kvkeep.stores.layer_group import LayerGroup
 from kvkeep.text_record import TextRecord
 
-REREAD_POSITIONS = 64
-"""The minimum number of positions for reading a text again: for a piece of the text and its introduction."""
 TRIM_TOKENS = 2048
 """Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
 grow with the text."""
-
-
 _REHEARSED = ("rehearsing", "chunk", "pass_hooks", "earlier_outputs", "last_outputs")
+"""Attributes of a stream that a pass or a rehearsal sets."""
 
 
 class CacheStream:
-    """The forward passes of one cache. limit: a longer text is read a second time (``kvzip``); None: all texts are read
-    once."""
+    """The forward passes of one cache. rereading: when a text is read a second time (``kvzip``); None: never."""
 
     pass_hooks: Sequence[PassHook]
     """Hooks of the method's parts, called before and after each pass."""
@@ -56,8 +53,10 @@ class CacheStream:
     first: Tensor | None = None
     """The first slot of each row that is not padding, (rows,); None without padding."""
 
-    def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly, limit: int | None = None) -> None:
-        self.method, self.geometry, self.layers, self.limit = method, geometry, made.layers, limit
+    def __init__(
+        self, method: Method, geometry: ModelGeometry, made: Assembly, rereading: Rereading | None = None
+    ) -> None:
+        self.method, self.geometry, self.layers, self.rereading = method, geometry, made.layers, rereading
         self.holdings = made.holdings
         self.streams, self.exact, self.decoder, self.device = made.streams, made.exact, made.decoder, made.device
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
@@ -68,7 +67,7 @@ class CacheStream:
         self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.exact_tokens = method.recall.exact_tokens(geometry)
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
-        self.ends_at_blocks = method.exactness == "exact" and not method.oneshot  # no chunk changes its answer
+        self.any_chunk = method.exactness == "exact" and not method.oneshot  # no chunk changes an answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
         self.record = TextRecord()
         self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
@@ -105,7 +104,7 @@ class CacheStream:
         """Return the sizes of the chunks in which ``count`` new tokens are read, at most ``chunk`` each (None: the
         cache's own number). The first takes the remainder, so that the last queries of a prompt share a chunk."""
         end = (self.length + count - 1) // BLOCK * BLOCK - self.length
-        ends = self.record.on_block is not None and self.ends_at_blocks and not self.record.continues
+        ends = self.record.on_block is not None and self.any_chunk and not self.record.continues
         ends = ends and (self.round is None or not self.round.open)
         if self.exact_tokens is not None:  # a chunk is exact as a whole or not at all
             end, ends = self.exact_tokens - self.length, True
@@ -137,12 +136,8 @@ class CacheStream:
         limit, total = self.geometry.max_positions, self.length + tokens
         if limit is None or self.rehearsing:
             return
-        if self.limit is not None and total > max(self.limit, limit - REREAD_POSITIONS):
-            raise UsageError(
-                f"'{self.method.name}' reads the text a second time, at the positions after it. {total} tokens "
-                f"leave too few of the model's {limit} positions; shorten the text to {limit - REREAD_POSITIONS} "
-                "tokens."
-            )
+        if self.rereading is not None:
+            self.rereading.check_length(total)
         if self.ends and total > limit:
             raise UsageError(
                 f"'{self.method.name}' keeps the positions of the text, and {total} tokens exceed the model's {limit} "
@@ -171,11 +166,8 @@ class CacheStream:
             self.open, self._known = True, self._processed()
             self._note_padding(mask)
             return positions
-        if self.limit is not None and ids is None:
-            raise UsageError(
-                f"'{self.method.name}' reads the text a second time by its token ids, and embeddings have none; "
-                "pass input_ids."
-            )
+        if self.rereading is not None:
+            self.rereading.check_ids(ids)
         if self.round is not None:
             self.round.before_forward()
         self._masked = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
@@ -415,9 +407,9 @@ class CacheStream:
 
     @property
     def must_reread(self) -> bool:
-        """Whether a complete text exceeds :attr:`limit`, so that ``compress()`` has to read it again."""
+        """Whether the text is complete, and so long that ``compress()`` has to read it again."""
         reads_on = self.record.continues or self.rehearsing
-        return self.limit is not None and self.ledger.length > self.limit and not reads_on
+        return self.rereading is not None and self.ledger.length > self.rereading.entries and not reads_on
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""

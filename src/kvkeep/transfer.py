@@ -145,7 +145,7 @@ def copied(cache: Any) -> Any:
     cache.stream.disk.check(compare=True)  # the copy's digests are made of what it gets
     twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
-        twin.recompose(shares)
+        twin.reset(shares)
     stored = [name for name in given if name.startswith("checkpoint.")]
     others = set(given) - set(stored)
     restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))

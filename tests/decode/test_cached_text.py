@@ -11,7 +11,7 @@ from conftest import WORDS, tokenizer
 from families import tiny
 from helpers import broken, prompt
 
-from kvkeep import Conversation, KeepCache, UsageError, generate
+from kvkeep import Conversation, KeepCache, generate
 from kvkeep.decode.cached_text import CachedText
 
 WORDS_OF_A_TURN = 60
@@ -106,11 +106,3 @@ def test_a_lossy_conversation_that_is_interrupted_before_it_has_read_anything_go
     answers = [one.answer(_said(9), max_new_tokens=9, ignore_eos=True) for one in (talk, other)]
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].timing.prefill_tokens < answers[0].prompt_tokens
-
-
-def test_drafts_that_a_lossy_cache_would_have_to_take_back_are_refused() -> None:
-    model, ids = tiny("llama"), prompt(1, 40)[0].tolist()
-    with pytest.raises(UsageError, match="rejected drafts would change what 'h2o' keeps"):
-        generate(model, None, ids, KeepCache(model, "h2o", 24), copies=4)
-    plain, drafted = (generate(model, None, ids, KeepCache(model), max_new_tokens=9, copies=n) for n in (0, 4))
-    assert plain.tokens == drafted.tokens

@@ -8,12 +8,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-from conftest import tokenizer
 from scripted import BEGIN, END, START, TURN, Vocabulary, byte_level, sentencepiece
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
-from kvkeep.decode.encoding import PromptText, as_data, begins_with, least_tokens
-from kvkeep.engine.token_spelling import ALPHABET
+from kvkeep.decode.encoding import PromptText, as_data, begins_with
 
 PIECES = ("  ", "    ", " t", " th", " the", "de", "def", "<|", "|>", "</")
 KINDS = ("byte level", "sentencepiece", "first", "no space", "stripping")
@@ -115,39 +113,6 @@ def test_threads_encode_at_once_as_each_would_alone() -> None:
     alone = [one.ids(own) for one in texts]
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(lambda one: one.ids(own), texts)] == alone
-
-
-def test_the_lower_bound_of_tokens_is_one() -> None:
-    dice = random.Random(3)
-    words = ["the ", " def", "\n", "        ", "é", "e\u0301", "🦜", "x" * 30, TURN, f"{START} \n  \n ", END]
-    for kind in KINDS:
-        own = made(kind)
-        for normalizer in (None, normalizers.NFC()):
-            if normalizer is not None:
-                if kind != "byte level":
-                    continue
-                own.backend_tokenizer.normalizer = normalizer
-            for count in (0, 1, 9, 90):
-                text = "".join(dice.choices(words, k=count))
-                assert least_tokens(own, text) <= len(own(text, add_special_tokens=False).input_ids)
-        assert least_tokens(own, f"{START}xyz" * 1000) >= 1000
-        assert least_tokens(own, START * 1000) == 1000
-    assert least_tokens(tokenizer(), "the " * 1000) == 0, "a tokenizer of words leaves out spaces"
-
-
-def test_letters_that_a_file_takes_out_leave_a_lower_bound() -> None:
-    """A GGUF file's tokenizer takes out the letters of bytes that have no token; another one may take out anything."""
-    for pattern, bound in ((None, True), ("[et]", False)):
-        own = made("byte level")
-        backend = own.backend_tokenizer
-        backend.model = models.BPE({letter: number for number, letter in enumerate(sorted(ALPHABET)[:200])}, [])
-        missing = "".join(rf"\x{{{ord(letter):X}}}" for letter in sorted(ALPHABET)[200:])
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        split = pre_tokenizers.Split(Regex(pattern or f"[{missing}]"), "removed")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([level, split])
-        text = "the é 語 river " * 100
-        count = len(own(text, add_special_tokens=False).input_ids)
-        assert 0 < least_tokens(own, text) <= count if bound else least_tokens(own, text) == 0
 
 
 def test_a_beginning_tells_of_a_long_text_that_it_is_too_long() -> None:

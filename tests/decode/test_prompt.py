@@ -9,7 +9,7 @@ import pytest
 from conftest import tokenizer
 from scripted import BEGIN, CONTENTS, START, TEMPLATE, TURN, byte_level, sentencepiece, write_gguf
 
-from kvkeep.decode import template as templates
+from kvkeep.decode import prompt as prompts
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
 from kvkeep.models.chat_templates import filled
@@ -110,7 +110,7 @@ def test_more_names_than_one_plane_has_private_characters(monkeypatch: pytest.Mo
 
 def test_templates_are_filled_with_marks_once_for_the_same_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     own, calls = tokenizer(), list[Any]()
-    monkeypatch.setattr(templates, "filled", lambda *given: (calls.append(given), filled(*given))[1])
+    monkeypatch.setattr(prompts, "filled", lambda *given: (calls.append(given), filled(*given))[1])
     for content in ("the", "river", "stone"):
         encode(own, [{"role": "user", "content": content}])
     assert len(calls) == 4

@@ -22,9 +22,7 @@ from transformers.generation import StopStringCriteria
 
 import kvkeep
 from kvkeep import KeepCache, UsageError
-from kvkeep.engine.lookup import Lookup
-from kvkeep.engine.margins import Margins
-from kvkeep.engine.pace import Pace
+from kvkeep.engine.drafting import Lookup, Margins, Pace
 from kvkeep.errors import BudgetError
 from kvkeep.stores.readers.round import RoundStatistics
 

@@ -134,17 +134,23 @@ def test_an_answer_without_a_content_is_empty_and_tools_are_refused_by_name(serv
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+def test_of_a_text_that_cannot_fit_only_the_beginning_is_encoded(
     servers: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, _ = servers("byte level")
     assert post(address, body(TURN * 30)).status_code == 200
-    monkeypatch.setattr(PromptText, "ids", lambda *given: pytest.fail("it is encoded"))
+    whole = PromptText.ids
+
+    def ids(text: PromptText, tokenizer: Any) -> list[int]:
+        assert len(text.text) <= 16 * 512
+        return whole(text, tokenizer)
+
+    monkeypatch.setattr(PromptText, "ids", ids)
     text = f"{TURN} Q" * 20_000
     asked = body(text) if path == CHAT else {"model": "tiny", "prompt": text, "max_tokens": 4}
     found = post(address, asked, path=path)
     assert found.status_code == 400 and found.json()["error"]["code"] == "context_length_exceeded"
-    assert "The prompt has at least 22223 tokens, but the model's context has 512" in found.json()["error"]["message"]
+    assert "The prompt has more than 512 tokens, but the model's context has 512" in found.json()["error"]["message"]
 
 
 def test_others_are_answered_while_a_long_text_is_encoded(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

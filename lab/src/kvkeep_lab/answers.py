@@ -28,14 +28,14 @@ class AnswerCase:
     budget: str | None = None
     checkpoint: str | None = None
     where: str | None = None
-    copies: int | None = None
-    """As in :func:`~kvkeep.decode.generate.generate`; for "stock", transformers' prompt lookup."""
+    copies: bool = True
+    """Whether drafts may be copied from the text (for methods that draft)."""
 
     @property
     def label(self) -> str:
         """The case as text for people."""
         kind = "" if self.checkpoint is None and self.where is None else f" {self.checkpoint or ''}@{self.where or ''}"
-        copies = "" if self.copies is None else ", no copies" if self.copies == 0 else f", copies of {self.copies}"
+        copies = "" if self.copies else ", no copies"
         return f"{self.method}{kind}{'' if self.budget is None else f' at {self.budget}'}{copies}"
 
     def options(self, context: int) -> dict[str, Any]:
@@ -83,8 +83,14 @@ class ComparedAnswer:
 def written(loaded: Loaded, prompt: Prompt, case: AnswerCase, new: int) -> tuple[Generation, Any]:
     """Return ``new`` greedy tokens after a prompt and the cache that generated them. Ends of text are ignored."""
     cache = new_cache(loaded.model, case.method, **case.options(len(prompt.ids) + new))
-    options: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "copies": case.copies}
-    return generate(loaded.model, loaded.tokenizer, prompt.ids, cache, **options), cache
+    config = loaded.model.generation_config
+    before = config.prompt_lookup_num_tokens
+    config.prompt_lookup_num_tokens = before if case.copies else 0
+    try:
+        made = generate(loaded.model, loaded.tokenizer, prompt.ids, cache, max_new_tokens=new, ignore_eos=True)
+        return made, cache
+    finally:
+        config.prompt_lookup_num_tokens = before
 
 
 def judged(

@@ -21,8 +21,8 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.methods import resolve
+from kvkeep.reconstruction import ReconstructionReader
 from kvkeep.stock import STOCK, new_cache
-from kvkeep.stores.readers.reconstruction import ReconstructionReader
 from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import PeerReader, peer_of
 from kvkeep_lab.shared_pass import SharedPass, takes_over

@@ -316,7 +316,7 @@ def _fill(cache: KeepCache, about: dict[str, Any], blocks: Sequence[Block], stat
     """Fill the empty ``cache``. Raises SessionError, and ShapeError for what is not the state of such a cache."""
     past = about["past"]
     if past["shares"] is not None:
-        cache.recompose(past["shares"])
+        cache.reset(past["shares"])
     if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
         raise SessionError(
             f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here its "

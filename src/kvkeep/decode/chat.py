@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 from transformers.cache_utils import Cache
 
@@ -14,7 +13,7 @@ from kvkeep.blocks.beginnings import watch
 from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable, save_session
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
-from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
+from kvkeep.decode.generate import Generation, generate, positions_of
 from kvkeep.decode.prompt import Messages, encode
 from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
@@ -41,6 +40,7 @@ class Conversation:
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.last: Last | None = None  # None after a change of the messages
         self._forgot = False  # whether messages were forgotten after the last save
+        self._fingerprint = ""  # of the tokenizer, from the first save on
 
     def __repr__(self) -> str:
         return f"Conversation(turns={self.turns}, tokens={len(self.ids)}, cache={self.cache!r})"
@@ -75,7 +75,7 @@ class Conversation:
         """The number of tokens of the conversation, in the cache or to be read again."""
         if self.last is not None:
             return len(self.last.sequence)
-        return self._tokens(self.messages, None) if self.turns else len(self.ids)
+        return len(self._encoded(self.messages, None)) if self.turns else len(self.ids)
 
     # -- sessions -----------------------------------------------------------------------------------
 
@@ -105,21 +105,15 @@ class Conversation:
         """Save to a path, or to a session open for writing, as one transaction. Raises SessionError. If messages were
         forgotten, their blocks are removed, too."""
         self.check_savable()
-        ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._last_notes()}
-        notes["model"] = self.model.name_or_path.rpartition("/")[2].removesuffix(".gguf")
-        save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer), forget=self._forgot)
-        self._forgot = False
-
-    def _last_notes(self) -> dict[str, Any] | None:
-        """Return the part of the last answer that a session stores in addition to the cached ids."""
         last, known = self.last, len(self.ids)
-        if last is None or last.sequence[:known] != self.ids:
-            return None
-        return {"ahead": last.sequence[known:], "written": last.written, "stopped": last.stopped}
-
-    @cached_property
-    def _tokenizer(self) -> str:
-        return fingerprint_of_tokenizer(self.tokenizer)
+        notes: dict[str, Any] = {"messages": self.messages, "last": None}
+        if last is not None and last.sequence[:known] == self.ids:  # what the cached ids do not say of it
+            notes["last"] = {"ahead": last.sequence[known:], "written": last.written, "stopped": last.stopped}
+        notes["model"] = self.model.name_or_path.rpartition("/")[2].removesuffix(".gguf")
+        self._fingerprint = self._fingerprint or fingerprint_of_tokenizer(self.tokenizer)
+        ids = [self.ids] if self.ids else []
+        save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._fingerprint), forget=self._forgot)
+        self._forgot = False
 
     def check_savable(self) -> None:
         """Raise SessionError if a cache of this kind cannot be saved."""
@@ -131,7 +125,7 @@ class Conversation:
         """Return all token ids up to the start of the answer to ``question``."""
         return self._encoded(self.messages, question)
 
-    def answer(self, question: str, prompt: list[int] | None = None, **options: Unpack[GenerateOptions]) -> Generation:
+    def answer(self, question: str, prompt: list[int] | None = None, **options: Any) -> Generation:
         """Answer ``question`` (options as in :func:`kvkeep.decode.generate.generate`), and append both to the messages.
 
         After an error or interrupt, the conversation is as before the question.
@@ -142,7 +136,7 @@ class Conversation:
         self.last = Last(result.sequence, len(result.tokens), result.stopped)
         return result
 
-    def retry(self, **options: Unpack[GenerateOptions]) -> Generation:
+    def retry(self, **options: Any) -> Generation:
         """Answer the last question again, and replace its answer. After an error or interrupt, the old answer remains.
         Raises UsageError if there is none."""
         prompt = self.last_prompt()
@@ -151,7 +145,7 @@ class Conversation:
         self.last = Last(result.sequence, len(result.tokens), result.stopped)
         return result
 
-    def continue_answer(self, **options: Unpack[GenerateOptions]) -> Generation:
+    def continue_answer(self, **options: Any) -> Generation:
         """Continue the last answer, which was cut off; return the new part. Raises UsageError if there is no answer, or
         if the model ended it."""
         last = self.unfinished()
@@ -165,19 +159,18 @@ class Conversation:
 
     def unfinished(self) -> Last:
         """Return the last answer, to be continued. Raises UsageError if there is none, or if the model ended it."""
-        self._check_turns()
         if self.last is None:
-            *before, answer = self.messages
+            prompt, (*before, answer) = self.last_prompt(), self.messages
             sequence = encode(self.tokenizer, before, answer=answer["content"])
-            known = common_prefix(encode(self.tokenizer, before), sequence)
-            return Last(sequence, len(sequence) - known, "length")
+            return Last(sequence, len(sequence) - common_prefix(prompt, sequence), "length")
         if self.last.stopped == "eos":
             raise UsageError("The last answer is complete: the model ended it, so there is nothing to continue.")
         return self.last
 
     def last_prompt(self) -> list[int]:
         """Return all token ids up to the start of the last answer. Raises UsageError if there is none."""
-        self._check_turns()
+        if not self.turns:
+            raise UsageError("There is no answer yet; ask a question first.")
         return encode(self.tokenizer, self.messages[:-1])
 
     def undo(self) -> str:
@@ -192,13 +185,14 @@ class Conversation:
         """Forget the conversation and keep the system prompt."""
         self._changed(self._head)
 
-    def _generate(
-        self, prompt: list[int], written: int = 0, again: bool = False, **options: Unpack[GenerateOptions]
-    ) -> Generation:
+    def _generate(self, prompt: list[int], written: int = 0, again: bool = False, **options: Any) -> Generation:
         """Answer ``prompt``, whose last ``written`` tokens belong to the answer. again: to the last question."""
         self.past.align(prompt)
         known = self.cache.get_seq_length()
-        self._watch(known, len(prompt) - written - 1, same_question=again)
+        if isinstance(self.cache, KeepCache):
+            # undo() goes back to what precedes the last question, and retry() to the question's end.
+            before = sorted(self.cache.stream.record.block_ends)[:1] if again else [known]
+            watch(self.cache, *before, len(prompt) - written - 1)
         try:
             result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
         except BaseException:
@@ -208,13 +202,6 @@ class Conversation:
             raise
         self.past.settle(result.sequence)
         return result
-
-    def _watch(self, known: int, question: int, same_question: bool) -> None:
-        """Have the cache keep the windows and recurrent states to which :meth:`undo` and :meth:`retry` go back: those
-        before the first ``known`` tokens, which precede the last question, and before its end, ``question``."""
-        if isinstance(self.cache, KeepCache):
-            before = sorted(self.cache.stream.record.block_ends)[:1] if same_question else [known]
-            watch(self.cache, *before, question)
 
     # -- messages and cache -----------------------------------------------------------------------------
 
@@ -235,7 +222,7 @@ class Conversation:
         answer continues."""
 
         def tokens(turns: int) -> int:
-            return self._tokens(self._without(turns), question)
+            return len(self._encoded(self._without(turns), question))
 
         low, high = 0, max(0, self.turns - (question is None))
         while low < high:  # binary search: each step encodes the conversation
@@ -255,15 +242,9 @@ class Conversation:
         head = self._head
         return [*head, *self.messages[len(head) + 2 * turns :]]
 
-    def _tokens(self, messages: Messages, question: str | None) -> int:
-        return len(encode(self.tokenizer, messages) if question is None else self._encoded(messages, question))
-
-    def _encoded(self, messages: Messages, question: str) -> list[int]:
-        return encode(self.tokenizer, [*messages, {"role": "user", "content": question}])
-
-    def _check_turns(self) -> None:
-        if not self.turns:
-            raise UsageError("There is no answer yet; ask a question first.")
+    def _encoded(self, messages: Messages, question: str | None) -> list[int]:
+        added = [] if question is None else [{"role": "user", "content": question}]
+        return encode(self.tokenizer, [*messages, *added])
 
     def _changed(self, messages: Messages) -> None:
         """Replace the messages; remove the others from the cache and from what is saved."""

@@ -5,7 +5,6 @@ No setting of the tokenizer is changed, so that several threads can use it at on
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids, token_spelling
+from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids
 from kvkeep.errors import KvkeepError, ModelError, out_of_memory, ran_out_of_memory
 from kvkeep.native.room import has_room
 
@@ -230,42 +229,3 @@ def begins_with(tokenizer: Any, text: PromptText, count: int) -> bool:
         for length in lengths
         if length < len(text.text) // 2
     )
-
-
-def least_tokens(tokenizer: Any, text: str) -> int:
-    """Return a lower bound of the number of tokens of a text, without encoding it: its bytes, divided by those of the
-    longest token. It is 0 if the tokenizer may leave out parts of a text."""
-    table, lost = token_spelling(tokenizer), _lost_bytes(tokenizer)
-    if table is None or lost is None:
-        return 0
-    if any(one.lstrip or one.rstrip for one in tokenizer.added_tokens_decoder.values()):
-        text = "".join(text.split())  # such tokens take any number of spaces
-    texts, normalizer = [text], tokenizer.backend_tokenizer.normalizer
-    if normalizer is not None and not (text.isascii() and _keeps_ascii(normalizer)):
-        with encoding(text):
-            texts.append(normalizer.normalize_str(text).replace(SPACE, " "))  # shorter, or with a space before it
-    return -(-min(len(one.encode().translate(None, lost)) for one in texts) // table.longest)
-
-
-def _keeps_ascii(normalizer: Any) -> bool:
-    """Return whether a normaliser leaves ASCII as it is, but for spaces. Then a long text need not be normalised."""
-    state = normalizer.__getstate__().replace(f'"Replace","pattern":{{"String":" "}},"content":"{SPACE}"'.encode(), b"")
-    kinds = {*re.findall(rb'"type":"(\w+)"', state)}
-    return kinds <= {b"Sequence", b"Prepend", b"NFC", b"NFD", b"NFKC", b"NFKD"}
-
-
-@lru_cache(maxsize=4)
-def _lost_bytes(tokenizer: Any) -> bytes | None:
-    """Return the bytes that are in no token of a byte-level vocabulary, which encoding leaves out. None: it may leave
-    out anything."""
-    backend = tokenizer.backend_tokenizer
-    state = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
-    lost = {letter: byte for letter, byte in ALPHABET.items() if backend.token_to_id(letter) is None}
-    taken_out = json.dumps("[" + "".join(rf"\x{{{ord(letter):X}}}" for letter in sorted(lost)) + "]")
-    before, level, after = state.partition(b'"ByteLevel"')  # a GGUF file's tokenizer takes out these letters itself
-    after = after.replace(f'"Regex":{taken_out}}},"behavior":"Removed"'.encode(), b"")
-    if any(sign in before + after for sign in (b'"Removed"', b'"Whitespace')):
-        return None
-    if all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)):
-        return b""
-    return bytes(lost.values()) if level else None

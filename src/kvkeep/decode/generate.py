@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from transformers.generation import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationMode
@@ -27,7 +26,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.engine.answer import Answer, Ask, end_ids
 from kvkeep.engine.pieces import Pieces, pieces_of
-from kvkeep.engine.sampling import SMALLEST, Sampler, Sampling
+from kvkeep.engine.sampling import SMALLEST, Sampler
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError, naming_memory
 from kvkeep.geometry import ModelGeometry
@@ -135,22 +134,6 @@ class _Caller:
         return self._text(tokens) + ("" if self.tokenizer is None else self._pieces.rest())
 
 
-class _Follower(StoppingCriteria):
-    """Passes the tokens that transformers' loop chooses to an answer, and ends the loop with the answer."""
-
-    def __init__(self, answer: Answer, caller: _Caller) -> None:
-        self._answer, self._caller = answer, caller
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return whether the only row stops, (1,)."""
-        answer, prompt = self._answer, len(self._caller.prompt)
-        self._caller.progress(prompt)
-        for token in input_ids[0, prompt + len(answer.tokens) :].tolist():
-            if not answer.reason:
-                answer.take(token)
-        return torch.tensor([bool(answer.reason)], device=input_ids.device)
-
-
 def room_after(count: int, positions: int | None, remedy: str = REMEDY) -> int:
     """Return the number of tokens that fit after ``count`` prompt tokens within ``positions`` (None: no limit). Raises
     UsageError if none fits; ``remedy`` says what to do then."""
@@ -171,20 +154,6 @@ def positions_of(model: Any, cache: Cache) -> int | None:
     return ModelGeometry.from_config(model.config).max_positions
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Options of :func:`generate` that :class:`~kvkeep.decode.chat.Conversation` passes to it."""
-
-    max_new_tokens: int
-    on_text: Callable[[str], None] | None
-    on_progress: Callable[[int], None] | None
-    interrupted: Callable[[], bool] | None
-    ended: Callable[[str], bool] | None
-    ignore_eos: bool
-    temperature: float
-    seed: int | None
-    copies: int | None
-
-
 @naming_memory("an answer")
 def generate(
     model: Any,
@@ -200,12 +169,13 @@ def generate(
     ignore_eos: bool = False,
     temperature: float = 0.0,
     seed: int | None = None,
-    copies: int | None = None,
 ) -> Generation:
     """Continue ``prompt`` (all token ids, including those in ``cache``) by up to ``max_new_tokens``.
 
     The text of the answer continues that of the prompt: after "The capital is" it is " Paris". At the beginning of a
-    text, and after a special token, it does not have the space that sentencepiece's tokenizers put there.
+    text, and after a special token, it does not have the space that sentencepiece's tokenizers put there. The model's
+    generation_config holds as in transformers. Its ``prompt_lookup_num_tokens=0`` disables drafts copied from the text
+    (``SELECTOR+verified``).
 
     Args:
         on_text: receives pieces of text as they are decoded.
@@ -215,15 +185,13 @@ def generate(
         ignore_eos: continue after the end-of-sequence token.
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
-        copies: draft tokens copied from the text per step; None: the cache's default, 0: none.
 
     Raises:
-        UsageError: the prompt is empty or exceeds the model's positions, a number is out of range, the
-            model's generation_config asks for beams or another search, or the cache cannot take back rejected drafts.
+        UsageError: the prompt is empty or exceeds the model's positions, a number is out of range, or the model's
+            generation_config asks for beams or another search.
         KeyboardInterrupt: interrupted while the prompt is read.
     """
-    _check(prompt, temperature, seed)
-    _check_counts(max_new_tokens, copies)
+    _check(prompt, temperature, seed, max_new_tokens)
     _check_ids(prompt, ModelGeometry.from_config(model.config).vocab_size)
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
@@ -236,33 +204,23 @@ def generate(
     start, known, reread_s = time.perf_counter(), cache.get_seq_length(), _reconstruction_s(cache)
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
-    scheduled = isinstance(cache, KeepCache) and (cache.method.recall.drafts or not copies)
-    if not scheduled and isinstance(cache, KeepCache) and not cache.crops:
-        raise UsageError(
-            f"The cache does not go back, so rejected drafts would change what '{cache.method.name}' keeps; leave "
-            "'copies' out, or use an exact method."
-        )
-    sampling = _prepared(model, ids, caller, call) if scheduled else Sampling()  # transformers' loop samples itself
     answer = Answer(
-        Ask(caller.prompt, limit, sampling, copies=copies != 0),
+        _request(model, ids, caller, limit, call),
         cache,
         tokenizer,
         [] if ignore_eos else end_ids(model),
         None if on_text is None or tokenizer is None else lambda piece: on_text(piece.text),
         caller.check,
     )
-    if scheduled:
-        _schedule(model, answer, caller)
-        tokens = answer.tokens
-    else:
-        tokens = _follow(model, ids, answer, caller, {**call, "prompt_lookup_num_tokens": copies or None})
+    _schedule(model, answer, caller)
+    tokens = answer.tokens
     timing = _timing(len(prompt) - known, start, answer, _reconstruction_s(cache) - reread_s)
     cut = "length" if len(tokens) >= max_new_tokens else "positions"
-    stopped = cut if answer.reason in ("length", "") else answer.reason
+    stopped = cut if answer.reason == "length" else answer.reason
     return _generation(cache, caller, tokens, stopped, timing)
 
 
-def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
+def _check(prompt: Sequence[int], temperature: float, seed: int | None, max_new_tokens: int) -> None:
     """Raise UsageError for arguments that :func:`generate` does not accept."""
     if seed is not None and (not _is_whole(seed) or seed not in SEEDS):
         raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
@@ -274,14 +232,8 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None) -> None:
         raise UsageError(f"A temperature above 0 is at least {SMALLEST:g}, not {temperature}; 0 is greedy.")
     if not len(prompt):
         raise UsageError("There is nothing to answer: the prompt is empty.")
-
-
-def _check_counts(max_new_tokens: int, copies: int | None) -> None:
-    """Raise UsageError for a number of tokens that :func:`generate` does not accept."""
-    counts = {"max_new_tokens": (max_new_tokens, 1), "copies": (0 if copies is None else copies, 0)}
-    for name, (value, least) in counts.items():
-        if not _is_whole(value) or value < least:
-            raise UsageError(f"'{name}' is a whole number of at least {least}, not {value!r}.")
+    if not _is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise UsageError(f"'max_new_tokens' is a whole number of at least 1, not {max_new_tokens!r}.")
 
 
 def _check_ids(prompt: Sequence[int], known: int) -> None:
@@ -326,13 +278,15 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
     )
 
 
-def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) -> Sampler:
-    """Return the sampler for a ``call`` of transformers' ``generate`` and the model's generation_config. Raises
-    UsageError if the cache has read another text, or if the prompt is too long for it."""
-    stream = call["cache"].stream
-    if stream.length:
-        check_text(stream, ids, ids.shape[1] - stream.length, ids.shape[1])
-    stream.admit(ids.shape[1] - stream.length)
+def _request(model: Any, ids: Tensor, caller: _Caller, limit: int, call: dict[str, Any]) -> Ask:
+    """Return the request for an answer of at most ``limit`` tokens, as a ``call`` of transformers' ``generate`` and the
+    model's generation_config ask for it. Raises UsageError if the cache has read another text, or if the prompt is too
+    long for it."""
+    if isinstance(call["cache"], KeepCache):
+        stream = call["cache"].stream
+        if stream.length:
+            check_text(stream, ids, ids.shape[1] - stream.length, ids.shape[1])
+        stream.admit(ids.shape[1] - stream.length)
 
     def prepare(
         model: Any,
@@ -341,13 +295,14 @@ def _prepared(model: Any, ids: Tensor, caller: _Caller, call: dict[str, Any]) ->
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **others: Any,
-    ) -> Sampler:
+    ) -> Ask:
         known = MaxLengthCriteria, EosTokenCriteria  # the answer checks these itself
         caller.criteria.extend(one for one in stopping_criteria if not isinstance(one, known))
-        return Sampler(logits_processor, generation_config.do_sample)
+        sampler = Sampler(logits_processor, generation_config.do_sample)
+        return Ask(caller.prompt, limit, sampler, copies=generation_config.prompt_lookup_num_tokens != 0)
 
-    sampler: Sampler = model.generate(ids, custom_generate=prepare, **call)
-    return sampler
+    ask: Ask = model.generate(ids, custom_generate=prepare, **call)
+    return ask
 
 
 def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
@@ -362,23 +317,9 @@ def _schedule(model: Any, answer: Answer, caller: _Caller) -> None:
                 complete = scheduled.give(result.logits)
     finally:
         scheduler.remove(scheduled)
-        read = [*caller.prompt, *answer.tokens][: cache.get_seq_length()]
-        cache.stream.record.note_text(digest_text(torch.tensor([read])) if read else None)
-
-
-def _follow(model: Any, ids: Tensor, answer: Answer, caller: _Caller, call: dict[str, Any]) -> list[int]:
-    """Run transformers' loop for the answer, with transformers' caches and prompt lookup; return the tokens."""
-    cache = answer.cache
-    if isinstance(cache, KeepCache):
-        cache.stream.record.tell(caller.progress)
-    try:
-        criteria = StoppingCriteriaList([_Follower(answer, caller)])
-        output = model.generate(ids, stopping_criteria=criteria, return_dict_in_generate=False, **call)
-    finally:
         if isinstance(cache, KeepCache):
-            cache.stream.record.tell_nobody()
-    tokens: list[int] = output[0, ids.shape[1] :].tolist()
-    return tokens
+            read = [*caller.prompt, *answer.tokens][: cache.get_seq_length()]
+            cache.stream.record.note_text(digest_text(torch.tensor([read])) if read else None)
 
 
 def _timing(fresh: int, start: float, answer: Answer, reconstruction_s: float) -> Timing:

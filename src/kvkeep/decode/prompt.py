@@ -1,18 +1,22 @@
-"""Prompts: from a text and a question to token ids."""
+"""Prompts: from a text and a question, or the messages of a conversation, to token ids."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from kvkeep.decode.encoding import PromptText, as_data, encoding, special_names
-from kvkeep.decode.template import Messages, fill
-from kvkeep.errors import EmptyText, UsageError, reason_of
+from kvkeep.errors import EmptyText, UsageError, out_of_memory, ran_out_of_memory, reason_of
+from kvkeep.models.chat_templates import filled
+from kvkeep.models.template_costs import TemplateTooCostly
+
+Messages = list[dict[str, str]]
 
 
 def read_text(path: str) -> str:
@@ -76,13 +80,13 @@ def prompt_text(tokenizer: Any, messages: Messages, *, raw: bool = False, answer
         check_text(message["content"], "the prompt")
     template = not raw and getattr(tokenizer, "chat_template", None)
     if template:
-        filled = _filled(tokenizer, messages)
-        return replace(filled, begins=_lacks_beginning(tokenizer, filled)) + as_data(tokenizer, answer)
+        chat = _chat(tokenizer, messages)
+        return replace(chat, begins=_lacks_beginning(tokenizer, chat)) + as_data(tokenizer, answer)
     text = "\n\n".join(message["content"] for message in messages) + answer
     return PromptText(text) if raw else as_data(tokenizer, text)
 
 
-def _filled(tokenizer: Any, messages: Messages) -> PromptText:
+def _chat(tokenizer: Any, messages: Messages) -> PromptText:
     """Return the text of a chat template. It is filled with a mark for each name of a special token in a message: a
     private-use character that occurs in no message."""
     pattern = special_names(tokenizer)
@@ -114,11 +118,75 @@ def _parts(pattern: str, text: str) -> Iterator[str]:
     yield text[end:]
 
 
-def _lacks_beginning(tokenizer: Any, filled: PromptText) -> bool:
+def _lacks_beginning(tokenizer: Any, chat: PromptText) -> bool:
     """Return whether the text of a chat template lacks the token that begins a text, and the tokenizer adds it there:
     that of a GGUF file does, as llama.cpp's server."""
-    named = filled.text.startswith(tokenizer.bos_token or "") and not (filled.data and filled.data[0][0] == 0)
+    named = chat.text.startswith(tokenizer.bos_token or "") and not (chat.data and chat.data[0][0] == 0)
     return getattr(tokenizer, "kvkeep_begins_chats", False) and not named
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a template takes the messages of a conversation."""
+
+    parts: bool = False
+    """Whether a content is a list of parts; otherwise it is a string."""
+    dropped: tuple[str, ...] = ()
+    """The roles of messages that the template leaves out."""
+
+
+def fill(tokenizer: Any, messages: Messages) -> str:
+    """Return the text of a conversation up to its answer. Raises UsageError if the template rejects the conversation,
+    leaves a message out or takes too many steps."""
+    try:
+        form = _form(tokenizer, tokenizer.get_chat_template(), tuple(one["role"] for one in messages))
+        text = _in_form(tokenizer, messages, form.parts)
+    except TemplateTooCostly:
+        raise
+    except Exception as error:  # a template is the model's code and may raise anything
+        if ran_out_of_memory(error):
+            raise out_of_memory("a chat template", error) from error
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        system = any(message["role"] == "system" for message in messages)
+        remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"
+        raise UsageError(f"The model's chat template does not take this conversation ({first}); {remedy}.") from error
+    if form.dropped:
+        roles = " and ".join(f"'{one}'" for one in form.dropped)
+        raise UsageError(
+            f"The model's chat template leaves out a message of the role {roles} of this conversation, so the model "
+            "would not read it; put its text into the question."
+        )
+    return text
+
+
+@lru_cache(maxsize=64)
+def _form(tokenizer: Any, template: str, roles: Sequence[str]) -> _Form:
+    """Return how a template takes messages of these roles. It is filled with a mark for each message: a template that
+    goes through the parts of a content leaves a string out, and one that writes strings may fail with parts."""
+    marked = [{"role": role, "content": f"kept{number}q"} for number, role in enumerate(roles)]
+    forms = []
+    for parts in (False, True):
+        try:
+            text = _in_form(tokenizer, marked, parts)
+        except TemplateTooCostly:
+            raise
+        except Exception as error:  # the conversation itself tells whether the template takes it
+            if ran_out_of_memory(error):
+                raise
+            continue
+        found = {int(number) for number in re.findall(r"kept(\d+)q", text)}
+        missing = (role for number, role in enumerate(roles) if number not in found)
+        forms.append(_Form(parts, tuple(dict.fromkeys(missing))))
+        if not forms[-1].dropped:
+            return forms[-1]
+    return forms[0] if forms else _Form()
+
+
+def _in_form(tokenizer: Any, messages: Messages, parts: bool) -> str:
+    given: list[Any] = [
+        one | {"content": [{"type": "text", "text": one["content"]}]} if parts else one for one in messages
+    ]
+    return filled(tokenizer, given)
 
 
 def question(text: str | None, prompt: str | None) -> Messages:

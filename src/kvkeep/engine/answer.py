@@ -138,7 +138,7 @@ class Answer:
         if isinstance(sampler, Sampling):
             sampler = sampler.sampler(len(prompt), logits.device)
         ids = torch.tensor([[*prompt]], device=logits.device)
-        if self.cache.method.recall.drafts:
+        if isinstance(self.cache, KeepCache) and self.cache.method.recall.drafts:
             yield from self._rounds(ids, logits, sampler)
             return
         while True:

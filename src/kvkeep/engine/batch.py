@@ -21,6 +21,7 @@ from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.native.library import trim_memory
+from kvkeep.text_record import TextRecord
 
 CHUNK = 512
 """The number of prompt tokens that one pass reads, if the method allows any number."""
@@ -160,7 +161,8 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of the failed pass.
     Raises only torch.AcceleratorError."""
     cache = read.cache
-    cache.stream.record.expect_more(read.cut)
+    record = cache.stream.record if isinstance(cache, KeepCache) else TextRecord()
+    record.expect_more(read.cut)
     try:
         ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
         first = cache.get_seq_length() if read.first is None else read.first
@@ -176,21 +178,20 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     except Exception as error:
         return _without_memory(read, error)
     finally:
-        cache.stream.record.expect_more(False)
+        record.expect_more(False)
 
 
 def chunk_size(cache: KeepCache) -> int:
     """Return the number of prompt tokens that one pass reads into a cache."""
     chunk: int = cache.stream.chunk
-    free = chunk > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
-    return CHUNK if free else chunk
+    return CHUNK if chunk > CHUNK and cache.stream.any_chunk else chunk
 
 
 def short_chunk_size(cache: KeepCache) -> int:
     """Return the number of prompt tokens that one pass reads while other sessions generate. It is smaller than the
     normal chunk only if the answer does not depend on chunk boundaries and no pass rebuilds evicted entries."""
     stored = cache.checkpoint
-    cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
+    cut = cache.stream.any_chunk and cache.round is None
     kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
     kept = kept and not cache.geometry.recurrent_layers  # bits of a recurrent state depend on the chunks
     return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from kvkeep.engine.token_spelling import TokenSpelling, special_ids, token_spelling
 
@@ -15,32 +15,6 @@ _CONTEXT = 8
 tokenizers write a space between two tokens, but none before the first."""
 LONGEST_PART = 8
 """The number of tokens after which :class:`WindowPieces` shows an incomplete character."""
-
-
-class Pieces(Protocol):
-    """The text of tokens, decoded as they arrive. The last token of a character returns the character."""
-
-    @property
-    def withheld(self) -> int:
-        """The number of bytes of an incomplete character at the end, which is not returned yet."""
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """Append tokens, and return the text that they complete."""
-
-    def rest(self) -> str:
-        """Return the remaining text: an incomplete character, as U+FFFD."""
-
-    def data(self, token: int, named: bool = False) -> bytes:
-        """Return the bytes that a token adds if it is the next one. named: a special token adds its name."""
-
-
-def pieces_of(tokenizer: Any, before: Sequence[int] = (), special: bool = False) -> Pieces:
-    """Return the pieces of a text that follows the tokens ``before``: the text of all tokens without the text of
-    ``before``. The space that the tokenizer puts at the beginning of a text is no part of it
-    (:meth:`~kvkeep.engine.token_spelling.TokenSpelling.begins`). special: special tokens have their names; otherwise
-    they have no text."""
-    table = token_spelling(tokenizer)
-    return WindowPieces(tokenizer, before, special) if table is None else BytePieces(table, before, special)
 
 
 class BytePieces:
@@ -122,6 +96,19 @@ class WindowPieces:
 
     def _text(self, ids: Sequence[int], skips: bool = True) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips and skips))
+
+
+Pieces = BytePieces | WindowPieces
+"""The text of tokens, decoded as they arrive. The last token of a character returns the character."""
+
+
+def pieces_of(tokenizer: Any, before: Sequence[int] = (), special: bool = False) -> Pieces:
+    """Return the pieces of a text that follows the tokens ``before``: the text of all tokens without the text of
+    ``before``. The space that the tokenizer puts at the beginning of a text is no part of it
+    (:meth:`~kvkeep.engine.token_spelling.TokenSpelling.begins`). special: special tokens have their names; otherwise
+    they have no text."""
+    table = token_spelling(tokenizer)
+    return WindowPieces(tokenizer, before, special) if table is None else BytePieces(table, before, special)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

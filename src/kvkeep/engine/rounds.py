@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.engine.lookup import Lookup
-from kvkeep.engine.margins import Margins
-from kvkeep.engine.pace import Pace
+from kvkeep.engine.drafting import Lookup, Margins, Pace
 from kvkeep.engine.sampling import Sampler
 from kvkeep.stores.readers.round import RoundStatistics
 

@@ -20,7 +20,7 @@ from transformers.generation import (
 from kvkeep.errors import KvkeepError, UsageError
 
 SMALLEST = 1e-30
-"""The smallest temperature for TemperatureLogitsWarper; below it, logits / temperature may overflow float32."""
+"""The smallest temperature above 0: below it, logits / temperature may overflow float32."""
 
 
 class NotNumbers(KvkeepError):
@@ -38,7 +38,7 @@ class Sampling:
     """Sampling settings, as in OpenAI's API and transformers."""
 
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 is greedy, and so is anything below :data:`SMALLEST`."""
     top_p: float = 1.0
     """The smallest share of the probability that the likeliest tokens together have, of which one is sampled; 0: the
     likeliest token."""
@@ -70,7 +70,7 @@ class Sampling:
     @property
     def sampled(self) -> bool:
         """Whether tokens are sampled; otherwise the likeliest token is chosen."""
-        return self.temperature > 0 and self.top_p > 0
+        return self.temperature >= SMALLEST and self.top_p > 0
 
     def sampler(self, prompt: int, device: torch.device) -> Sampler:
         """Return the sampler of an answer. prompt: the number of tokens before the answer."""
@@ -89,8 +89,7 @@ class Sampling:
             found.append(_Written(prompt, self.presence, self.frequency))
         if self.sampled:
             if self.temperature != 1.0:
-                tiny = self.temperature < SMALLEST
-                found.append((_Tiny if tiny else TemperatureLogitsWarper)(self.temperature))
+                found.append(TemperatureLogitsWarper(self.temperature))
             if self.top_k:
                 found.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1.0:
@@ -138,15 +137,3 @@ class _Written(LogitsProcessor):
         written = input_ids[:, self._prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)
-
-
-class _Tiny(LogitsProcessor):
-    """Divides by a temperature of any size, in float64. The likeliest tokens get 0; the others can overflow only to
-    minus infinity."""
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        below = scores.double() - scores.amax(-1, keepdim=True)
-        return (below / self._temperature).to(scores.dtype)

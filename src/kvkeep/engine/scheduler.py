@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvkeep.cache import KeepCache
 from kvkeep.engine.answer import Answer
 from kvkeep.engine.batch import CHUNK, Read, can_pack, chunk_size, forward, forward_one, short_chunk_size
 
@@ -28,8 +29,10 @@ class ScheduledAnswer:
 
     def _want(self, read: Read) -> None:
         """Cut the answer's next read into chunks."""
-        chunk = chunk_size(read.cache) if self.shared else None
-        self._wanted, self._chunks = read, deque(read.cache.stream.chunks(len(read.ids), chunk))
+        chunks = [len(read.ids)]
+        if isinstance(read.cache, KeepCache):  # transformers' own takes them at once
+            chunks = read.cache.stream.chunks(len(read.ids), chunk_size(read.cache) if self.shared else None)
+        self._wanted, self._chunks = read, deque(chunks)
 
     @property
     def writes(self) -> bool:

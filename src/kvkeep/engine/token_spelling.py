@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -39,8 +39,6 @@ class TokenSpelling:
     """Whether encoding puts a space before a text, which decoding takes away."""
     prefix_after_special: bool
     """Whether encoding puts that space after each special token, too."""
-    size: int
-    """The number of ids."""
     _known: dict[int, bytes] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, token: int) -> bytes:
@@ -67,11 +65,6 @@ class TokenSpelling:
             return True
         return all(token in self.special for token in reversed(before))
 
-    @cached_property
-    def longest(self) -> int:
-        """The bytes of the longest token."""
-        return max(len(self[token]) for token in range(self.size))
-
 
 @lru_cache(maxsize=4)
 def token_spelling(tokenizer: Any) -> TokenSpelling | None:
@@ -93,7 +86,6 @@ def token_spelling(tokenizer: Any) -> TokenSpelling | None:
         special=special_ids(tokenizer),
         prefix=prefix,
         prefix_after_special=prefix and _prefixes_after_special(backend),
-        size=backend.get_vocab_size(),
     )
 
 

@@ -79,24 +79,21 @@ class Assembly:
         return [*map(holding_of, self.layers), *self.beside.values()]
 
 
-@dataclass(frozen=True)
-class Previous:
-    """The present parts of a cache that is about to change its method. The meter stays, and so do all layers that are
-    not full."""
-
-    made: Assembly
-    shares: Sequence[Sequence[int]]
-    """The number of entries of each full layer's lanes after the change."""
-
-
-def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None = None) -> Assembly:
-    """Make the layers of a cache for ``model``. before: the cache's present parts. Raises BudgetError,
-    UnsupportedModelError, StoreError or UsageError where that is impossible."""
+def assemble(
+    request: Request,
+    model: Any,
+    geometry: ModelGeometry,
+    shares: Sequence[Sequence[int]] | None = None,
+    meter: Meter | None = None,
+) -> Assembly:
+    """Make the layers of a cache for ``model``. shares: the entries of each full layer's lanes; None: the selector
+    gives them. meter: one that has measured the cache before. Raises BudgetError, UnsupportedModelError, StoreError or
+    UsageError where that is impossible."""
     _check_places(request.method, model)
     method = request.method
     if not method.selector.keeps_all:
-        return _bounded(request, model, geometry, before)
-    build = _Builder(request, model, geometry)
+        return _bounded(request, model, geometry, shares, meter or Meter())
+    build = _Builder(request, model, geometry, meter or Meter())
     exact, entries = _exact(model, geometry), None
     if request.budget is not None:
         entries = request.budget.entries(geometry, context=request.context, batch=request.batch)
@@ -133,7 +130,9 @@ def _check_places(method: Method, model: Any) -> None:
         )
 
 
-def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Previous | None) -> Assembly:
+def _bounded(
+    request: Request, model: Any, geometry: ModelGeometry, shares: Sequence[Sequence[int]] | None, meter: Meter
+) -> Assembly:
     method, selector = request.method, request.method.selector
     entries, chunk = request.entries(geometry)
     tail, within, resident, sinks = method.division(geometry, entries)
@@ -146,12 +145,12 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, before: Prev
             f"'{geometry.model_type}' has recurrent layers, and kvkeep does not find all modules that compute their "
             f"states, so '{method.name}' cannot take back drafted tokens; use kv-direct."
         )
-    build = _Builder(request, model, geometry, before, within, tail)
+    build = _Builder(request, model, geometry, meter, within, tail)
     ahead = 1 if method.oneshot else chunk  # the prompt's length is unknown
     positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
     budgets = selector.budgets(model, geometry, resident)
-    if before is not None:
-        for layer, share in zip(geometry.full_layers, before.shares, strict=True):
+    if shares is not None:
+        for layer, share in zip(geometry.full_layers, shares, strict=True):
             budgets[layer.index] = share
     if selector.ahead:
         full = [layer.index for layer in geometry.full_layers]
@@ -193,19 +192,19 @@ def _exact(model: Any, geometry: ModelGeometry) -> bool:
 
 
 class _Builder:
-    """Makes the layers of one cache, and opens its checkpoint if it has one. before: the cache's present parts.
-    entries: the budget of each layer. tail: its part for tokens that wait for a round's decision, 0 without rounds."""
+    """Makes the layers of one cache, and opens its checkpoint if it has one. entries: the budget of
+    each layer. tail: its part for tokens that wait for a round's decision, 0 without rounds."""
 
     def __init__(
         self,
         request: Request,
         model: Any,
         geometry: ModelGeometry,
-        before: Previous | None = None,
+        meter: Meter,
         entries: int = 0,
         tail: int = 0,
     ) -> None:
-        self.request, self.model, self.geometry, self.before = request, model, geometry, before
+        self.request, self.model, self.geometry, self.meter = request, model, geometry, meter
         self.method, self.device = request.method, next(model.parameters()).device
         fate = self.method.store_fate
         self.all_heads = processes(model) == 1
@@ -216,19 +215,15 @@ class _Builder:
         if spec is not None and spec.where == "disk" and self.method.recall.endless and self.device.type == "cpu":
             home = place("disk", self.device, spec.folder)
         self.ledger = Ledger(records or (spec is not None and spec.kind != "kv"), home)
-        self.meter = Meter() if before is None else before.made.meter
         self.shared = fate.shared(geometry, self.ledger)
         self.entries = entries
         self.checkpoint = None if self.spec is None else self._checkpoint(self.spec)
-        self.states = self._states() if before is None else before.made.states
+        self.states = {layer.index: RecurrentState(layer.state_elements) for layer in geometry.recurrent_layers}
         self.round: Round | None = None
         if tail:
             assert self.checkpoint is not None
             self.round = Round(tail, self.ledger, self.checkpoint)
         self.recalled = self.method.recall.shared(self.ledger) if self.round is None else self.round
-
-    def _states(self) -> dict[int, RecurrentState]:
-        return {layer.index: RecurrentState(layer.state_elements) for layer in self.geometry.recurrent_layers}
 
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
         """Return an assembly of ``layers``, with the objects that they share."""
@@ -279,14 +274,12 @@ class _Builder:
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
         """Return the layers of a cache. ``full`` makes the full layers. Sliding windows and recurrent states are
-        bounded already; layers that read another layer's entries hold none; transformers handles all other states. A
-        cache that has layers already keeps those that are not full."""
+        bounded already; layers that read another layer's entries hold none; transformers handles all other
+        states."""
         stock = DynamicCache(config=self.model.config).layers
         layers = [
             full(layer)
             if layer.kind == "full"
-            else self.before.made.layers[layer.index]
-            if self.before is not None
             else SlidingLayer(layer.window)
             if layer.kind == "sliding" and layer.window is not None
             else self.states[layer.index]

@@ -137,10 +137,8 @@ class Prove(Study):
     every: Annotated[bool, Flag("--every/--in-turn")] = Field(
         True, description="answer every prompt with every cache, or each prompt with the next cache in turn"
     )
-    copies: int | None = Field(
-        None,
-        ge=0,
-        description="maximum number of drafted tokens that a round copies from the text; 0 turns copying off",
+    copies: Annotated[bool, Flag("--copies/--no-copies")] = Field(
+        True, description="let rounds copy drafts from the text"
     )
     bits: bool = Field(
         False, description="compare every logit too, with kvkeep's unbounded cache reading one token at a time"

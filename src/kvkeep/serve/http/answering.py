@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from kvkeep.decode.encoding import PromptText, begins_with, least_tokens
+from kvkeep.decode.encoding import PromptText, begins_with
 from kvkeep.decode.prompt import prompt_text
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.pieces import token_texts
@@ -140,8 +140,6 @@ class Answering:
         else:
             _check_characters(len(prompt))
             text = PromptText(prompt)
-        if positions is not None and (least := least_tokens(self._tokenizer, text.text)) >= positions:
-            raise PromptTooLong.of(f"at least {least}", positions)
         if begins_with(self._tokenizer, text, positions or MAX_PROMPT_TOKENS):
             raise _too_many_tokens() if positions is None else PromptTooLong.of(f"more than {positions}", positions)
         ids = text.ids(self._tokenizer)

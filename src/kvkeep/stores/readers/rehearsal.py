@@ -64,6 +64,3 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             forget()
             for layer, reader in zip(layers, readers_before, strict=True):
                 layer.reader = reader
-
-
-"""Attributes of a stream that a pass or a rehearsal sets."""
