@@ -290,7 +290,10 @@ LOSSY: dict[str, Case] = {
         for name, spec in (
             ("h2o+sketch", "h2o+sketch"),
             ("kvreviver", "kvreviver"),
-            ("h2o+sketch, shrunk", "h2o:recent=0.2+sketch:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed"),
+            (
+                "h2o+sketch, shrunk",
+                "h2o:recent=0.2+sketch-variants:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed",
+            ),
         )
     },
     "quantized": _grouped("quantized:4", 100),
@@ -305,7 +308,7 @@ LOSSY: dict[str, Case] = {
     ),
     # A store that keeps what leaves in a smaller form, and a recall of what matters most of it.
     "h2o+quantize:4+pages:1": _grouped("h2o+quantize:4+pages:1", 100, promise="reversible"),
-    "kvreviver, averaged": _lossy("kvreviver:keys=averaged", promise="reversible", becomes=SKETCHED),
+    "kvreviver, averaged": _lossy("h2o+sketch-variants:swap=1.1,keys=averaged", promise="reversible", becomes=SKETCHED),
     "kvreviver-fisher": _lossy("kvreviver-fisher", promise="reversible", becomes=SKETCHED, families=OWN_PROJECTIONS),
     **{
         name: _lossy(spec, families=ADVANCING)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.budget import DEFAULT_CHUNK, LONGEST_CHUNK, MIN_CHUNK, SPARE, Budget, bytes_of
+from kvkeep.budget import DEFAULT_CHUNK, LONGEST_CHUNK, MIN_CHUNK, SPARE, Budget, bytes_of, size
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 
@@ -43,7 +43,7 @@ def test_parse(value: Any, unit: str, amount: float) -> None:
     assert (budget.unit, budget.amount) == (unit, amount)
     assert str(budget) == str(value).strip()
     assert Budget.parse(str(budget)) == budget
-    assert Budget.parse(budget) is budget and Budget.parse(None) is None
+    assert Budget.parse(budget) is budget
 
 
 @pytest.mark.parametrize(
@@ -181,3 +181,18 @@ def test_a_size_is_bytes_and_one_at_least() -> None:
     for text in wrong:
         with pytest.raises(UsageError, match=r"The quota '.*' is not a number of bytes; give bytes"):
             bytes_of(text, "quota")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 KB"),
+        (1_550_000, "1.6 MB"),
+        (94_371_840, "94.4 MB"),
+        (10**12, "1000.0 GB"),
+    ],
+)
+def test_sizes_have_the_largest_unit_that_they_reach(count: int, text: str) -> None:
+    assert size(count) == text

@@ -121,7 +121,7 @@ def assert_sound(cache: KeepCache, case: Case) -> None:
     """What holds after every chunk and token, for every layer and lane, whatever was done before."""
     layers = bounded(cache)
     if case.budget is not None and layers:
-        held = sum(layer.resident_bytes for layer in layers) + (cache.compressed_bytes() if case.holds else 0)
+        held = sum(layer.resident_bytes for layer in layers) + (cache.memory().compressed_bytes if case.holds else 0)
         assert held <= cache.rows * case.budget * cache.geometry.full_bytes_per_token
     for layer in layers:
         assert layer.pending is None and layer.arrived == cache.get_seq_length()
@@ -135,7 +135,7 @@ def assert_sound(cache: KeepCache, case: Case) -> None:
             columns = bank.columns + tail if bank.columns else 0
             assert bank.keys.shape[:2] == bank.values.shape[:2] == (bank.slots.shape[0], columns)
             assert (bank.slots[:, bank.used :] < 0).all()
-            assert bank.vacant >= int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else True
+            assert bank.gaps >= int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else True
         flags = layer.resident.resident_slots()
         assert flags.shape == (len(lanes), layer.length)
         assert [own.nonzero().flatten().tolist() for own in flags] == [sorted(slots) for slots in lanes]
@@ -225,7 +225,7 @@ def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, fami
         assert_accounts(cache, case, [0])
         conversation = torch.cat([answers[-1].sequences, prompt(1, 7)], 1)
     cache.reset()
-    assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
+    assert cache.get_seq_length() == cache.memory().resident_bytes == cache.memory().compressed_bytes == 0
     for place in range(1 if case.drafts else 2):
         tokens = conversation[:, case.length + place - 1 : case.length + place] if place else prompt(1, case.length)
         assert torch.equal(step(family, cache, tokens)[:, -1], answers[0].logits[place])
@@ -396,7 +396,7 @@ def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> No
     cache.crop(0)
     assert_near(*(step(family, one, ids[:, left + 20 : left + 21]) for one in (again, cache)))
     cache.reset()
-    assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
+    assert cache.get_seq_length() == cache.memory().resident_bytes == cache.memory().compressed_bytes == 0
 
 
 @pytest.mark.parametrize("name", covering_names(LOSSY, 5))

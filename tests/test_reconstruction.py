@@ -221,7 +221,7 @@ def test_an_entry_that_cannot_be_handed_over_leaves_an_empty_cache(monkeypatch: 
     monkeypatch.setattr(own, "_hand_over", fail)
     with pytest.raises(MemoryError):
         step("llama", cache, prompt(1, 40))
-    assert cache.get_seq_length() == 0 and cache.reading and cache.resident_bytes() == 0
+    assert cache.get_seq_length() == 0 and cache.reading and cache.memory().resident_bytes == 0
 
 
 def test_what_cannot_be_repeated_is_refused_before_it_is_read() -> None:

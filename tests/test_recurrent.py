@@ -240,7 +240,7 @@ def test_a_round_that_fails_leaves_the_states_from_before_it(family: str) -> Non
     cache.round.verify()
     with broken(model, 3, RuntimeError):
         step(family, cache, ids[:, 40:43])
-    assert cache.resident_bytes() >= held + 2 * cache.geometry.recurrent_bytes()
+    assert cache.memory().resident_bytes >= held + 2 * cache.geometry.recurrent_bytes()
     cache.stream.abandon()
     assert cache.get_seq_length() == 40 and cache.memory().resident_bytes == held
     after = state(cache)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvkeep_lab.figures import COLOURS, FilePath, check_figure, dress, panels
 
 from kvkeep import Conversation, KeepCache, load
-from kvkeep.units import size
+from kvkeep.budget import size
 
 
 class Fact(NamedTuple):

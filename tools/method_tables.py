@@ -51,7 +51,7 @@ def _combinations() -> Rows:
     Parts have default parameters, and those of a preset if they change the row. Numbered reasons for refusals follow.
     """
     from kvkeep.policies.methods import combined, parts
-    from kvkeep.policies.recalls.evicted import Evicted
+    from kvkeep.policies.recalls.unnamed import Evicted
     from kvkeep.policies.registry import PRESETS
     from kvkeep.policies.specs import required
 

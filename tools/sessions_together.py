@@ -19,8 +19,8 @@ from torch import nn
 
 import kvkeep
 from kvkeep.engine.batch import Read, forward
-from kvkeep.hooks import ForwardHooks
 from kvkeep.models.fused import FusedLayer, FusedLayers
+from kvkeep.passes.hooks import ForwardHooks
 
 METHODS: tuple[tuple[str, int | None], ...] = (("kv-direct", 512), ("full", None), ("h2o", 512))
 COUNTS = (1, 4, 8, 16)

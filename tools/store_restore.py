@@ -41,7 +41,7 @@ def main(name: str = "smollm2", tokens: str = "8000") -> None:
     for method, budget in METHODS:
         cache = KeepCache(model, method, budget)
         model(ids, cache=cache, use_cache=True, logits_to_keep=1)
-        compare = least(cache.check_disk)
+        compare = least(cache.stream.check_disk)
         with tempfile.TemporaryDirectory() as folder:
             save_session(folder, Session(cache, ids.tolist()))
             restore = least(lambda folder=folder: load_session(folder, model))  # type: ignore[misc]

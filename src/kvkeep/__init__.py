@@ -5,34 +5,37 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from kvkeep.blocks.sessions import Session, load_session, save_session
-    from kvkeep.budget import Budget
-    from kvkeep.cache import KeepCache
-    from kvkeep.contracts.entries import EntryState
-    from kvkeep.contracts.exactness import Exactness
-    from kvkeep.contracts.fate import Fate
-    from kvkeep.contracts.recall import Reader, Recall
-    from kvkeep.contracts.selector import Selector
-    from kvkeep.contracts.store import EvictedStore
-    from kvkeep.decode.chat import Conversation
-    from kvkeep.decode.generate import generate
-    from kvkeep.engine.verified import verified
-    from kvkeep.errors import (
-        BudgetError,
-        KvkeepError,
-        ModelError,
-        OutOfMemory,
-        SessionError,
-        StoreError,
-        UnsupportedModelError,
-        UsageError,
-    )
-    from kvkeep.geometry import ModelGeometry
-    from kvkeep.memory.meter import Memory
-    from kvkeep.models.loading import load
-    from kvkeep.policies.methods import Method, methods
-    from kvkeep.policies.registry import Preset, register
+if TYPE_CHECKING:  # "X as X" exports X to type checkers
+    from kvkeep.blocks.sessions import Session as Session
+    from kvkeep.blocks.sessions import load_session as load_session
+    from kvkeep.blocks.sessions import save_session as save_session
+    from kvkeep.budget import Budget as Budget
+    from kvkeep.cache import KeepCache as KeepCache
+    from kvkeep.contracts.entries import EntryState as EntryState
+    from kvkeep.contracts.exactness import Exactness as Exactness
+    from kvkeep.contracts.fate import Fate as Fate
+    from kvkeep.contracts.recall import Reader as Reader
+    from kvkeep.contracts.recall import Recall as Recall
+    from kvkeep.contracts.selector import Selector as Selector
+    from kvkeep.contracts.store import EvictedStore as EvictedStore
+    from kvkeep.decode.chat import Conversation as Conversation
+    from kvkeep.decode.generate import generate as generate
+    from kvkeep.engine.verified import verified as verified
+    from kvkeep.errors import BudgetError as BudgetError
+    from kvkeep.errors import KvkeepError as KvkeepError
+    from kvkeep.errors import ModelError as ModelError
+    from kvkeep.errors import OutOfMemory as OutOfMemory
+    from kvkeep.errors import SessionError as SessionError
+    from kvkeep.errors import StoreError as StoreError
+    from kvkeep.errors import UnsupportedModelError as UnsupportedModelError
+    from kvkeep.errors import UsageError as UsageError
+    from kvkeep.geometry import ModelGeometry as ModelGeometry
+    from kvkeep.memory.meter import Memory as Memory
+    from kvkeep.models.loading import load as load
+    from kvkeep.policies.methods import Method as Method
+    from kvkeep.policies.methods import methods as methods
+    from kvkeep.policies.registry import Preset as Preset
+    from kvkeep.policies.registry import register as register
 
 # Torch and transformers take seconds to import, so the first use of a name imports its module.
 _HOMES = {
@@ -65,38 +68,7 @@ _HOMES = {
     "policies.registry": ("Preset", "register"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = [
-    "Budget",
-    "BudgetError",
-    "Conversation",
-    "EntryState",
-    "EvictedStore",
-    "Exactness",
-    "Fate",
-    "KeepCache",
-    "KvkeepError",
-    "Memory",
-    "Method",
-    "ModelError",
-    "ModelGeometry",
-    "OutOfMemory",
-    "Preset",
-    "Reader",
-    "Recall",
-    "Selector",
-    "Session",
-    "SessionError",
-    "StoreError",
-    "UnsupportedModelError",
-    "UsageError",
-    "generate",
-    "load",
-    "load_session",
-    "methods",
-    "register",
-    "save_session",
-    "verified",
-]
+__all__ = sorted(_HOME_OF)
 __version__ = "0.1.0"
 
 

@@ -1,11 +1,11 @@
-"""The budget of a cache: "512", "64MB", "25%" as entries per full layer of one model."""
+"""The budget of a cache: "512", "64MB", "25%" as entries per full layer of one model, and sizes as text."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal
 
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 
@@ -48,19 +48,13 @@ class Budget:
     amount: Fraction
     """The number in that unit. MB is 10**6 bytes, MiB is 2**20."""
 
-    @overload
     @classmethod
-    def parse(cls, value: None) -> None: ...
-    @overload
-    @classmethod
-    def parse(cls, value: int | str | Budget) -> Budget: ...
-    @classmethod
-    def parse(cls, value: int | str | Budget | None) -> Budget | None:
-        """Read a budget; None stays None, which means no budget and the model's stock cache.
+    def parse(cls, value: int | str | Budget) -> Budget:
+        """Read a budget.
 
         Case and blanks do not matter. Raises :class:`BudgetError` for any other form.
         """
-        if value is None or isinstance(value, Budget):
+        if isinstance(value, Budget):
             return value
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise _unreadable(value, "it is not a whole number or a text")
@@ -219,3 +213,11 @@ def _unreadable(value: object, why: str) -> BudgetError:
 
 def _entries(count: int) -> str:
     return f"{count} entr{'y' if count == 1 else 'ies'}"
+
+
+def size(count: int, *, up: bool = False) -> str:
+    """Return bytes with a unit (MB is 10**6). up: never less than ``count``."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= scale:
+            return f"{-(-10 * count // scale) / 10 if up else count / scale:.1f} {unit}"
+    return f"{count} B"

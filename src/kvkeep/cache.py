@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvkeep import report
@@ -17,21 +15,22 @@ from kvkeep.budget import Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.hooks import ForwardHooks, SessionPass
 from kvkeep.memory.inference import outside_inference_mode
-from kvkeep.memory.meter import Memory, Meter
-from kvkeep.memory.process import resident_now
+from kvkeep.memory.meter import Memory, Meter, resident_now
 from kvkeep.memory.rows import Rows
+from kvkeep.passes.hooks import ForwardHooks, SessionPass
+from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.assembly import assemble
 from kvkeep.policies.methods import Method
-from kvkeep.policies.request import PAGE, Options, Request
+from kvkeep.policies.request import Options, Request
 from kvkeep.reconstruction import ReconstructionReader, Rereading, compress
 from kvkeep.stores.dynamic import holding_of
-from kvkeep.stream import CacheStream
-from kvkeep.transfer import fork
+from kvkeep.stores.layer import lanes_of
+from kvkeep.stores.recurrent_cache import RecurrentCache
+from kvkeep.transfer import fork, lacks
 
 
-class KeepCache(Cache):
+class KeepCache(RecurrentCache):
     """A cache for ``model`` by a named method, within a budget.
 
     A cache always continues the text that it has read. :meth:`reset` empties it for another text. :meth:`close`, or the
@@ -62,6 +61,9 @@ class KeepCache(Cache):
 
     meter: Meter
     """Bytes and seconds of the cache."""
+    exact_tokens: int | None
+    """The number of tokens up to which a text is exact, for ``endless``; None: exactness does not depend on the length
+    of a text."""
 
     def __init__(
         self,
@@ -69,33 +71,13 @@ class KeepCache(Cache):
         method: str | None = None,
         budget: int | str | Budget | None = None,
         *,
-        checkpoint: str | None = None,
-        where: Literal["device", "host", "disk"] | None = None,
-        capacity: int | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        chunk: int | None = None,
-        page: int = PAGE,
-        context: int | None = None,
-        batch: int = 1,
-        recall: str | None = None,
         request: Request | None = None,
+        **options: Unpack[Options],
     ) -> None:
         if not hasattr(model, "config"):
             raise UsageError(f"A cache needs a loaded model, not a {type(model).__name__}; pass the model itself.")
         self.model = model
-        self.request = request or Request.parse(
-            method,
-            budget,
-            checkpoint=checkpoint,
-            where=where,
-            capacity=capacity,
-            folder=folder,
-            chunk=chunk,
-            page=page,
-            context=context,
-            batch=batch,
-            recall=recall,
-        )
+        self.request = request or Request.parse(method, budget, **options)
         self.method: Method = self.request.method
         self.geometry = ModelGeometry.of(model)
         self.reset()
@@ -124,7 +106,7 @@ class KeepCache(Cache):
         its second reading, or for a selector that divides a layer's budget; else None."""
         if self.reading or not (self.method.reading or self.method.selector.divides):
             return None
-        return [list(layer.resident.budgets) for layer in self.stream.bounded]
+        return [list(layer.resident.banks.budgets) for layer in self.stream.bounded]
 
     @property
     def budgets(self) -> Sequence[Sequence[int]] | None:
@@ -148,48 +130,6 @@ class KeepCache(Cache):
             return key_states, value_states
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Take a recurrent layer's new inputs of its convolution, (batch, channels, new), and return those that it
-        reads."""
-        return self.made.states[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Replace the state of a layer's recurrence, and return it."""
-        return self.made.states[layer_idx].update_recurrent_state(recurrent_states, state_idx, **kwargs)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the last inputs of a layer's convolution; None before the first token."""
-        state = self.made.states[layer_idx]
-        return state.conv_states[state_idx] if state.has_previous_state[state_idx] else None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state of a layer's recurrence; None before the first token."""
-        state = self.made.states[layer_idx]
-        return state.recurrent_states[state_idx] if state.has_previous_state[state_idx] else None
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether a recurrent layer (None: the last one) has read a token."""
-        state = self.made.states[max(self.made.states) if layer_idx is None else layer_idx]
-        return all(state.has_previous_state.values())
-
-    def activate_past_recording(self) -> None:
-        """Keep what the layers would discard until :meth:`crop`, where they can."""
-        super().activate_past_recording()
-        for state in self.made.states.values():
-            state.activate_past_recording()
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Return whether a layer keeps what it would discard until :meth:`crop`."""
-        state = self.made.states.get(layer_idx)
-        return bool(super().is_recording_past(layer_idx) if state is None else state.record_past)
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether :meth:`crop` can remove tokens without a trace."""
-        return bool(super().is_croppable and all(state.is_croppable for state in self.made.states.values()))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens processed, without those of an unfinished step."""
@@ -216,32 +156,18 @@ class KeepCache(Cache):
         if not tokens_to_remove:  # a full sliding window refuses even this
             return
         length = self.ledger.length + tokens_to_remove
-        self.check_positions(length)
-        if self.method.recall.endless and self.lacks(length):
+        if self.positions is not None:
+            self.positions.check_cut(length)
+        if self.method.recall.endless and lacks(self, length):
             raise UsageError(
                 "The checkpoint has lost entries that the text before these tokens attends to, so they cannot be "
                 "removed; call reset()."
             )
-        for state in self.made.states.values():
+        for state in self.states.values():
             state.check_crop(tokens_to_remove)
         for part in (*self.layers, *self.made.beside.values()):
             part.crop(tokens_to_remove)
         self.stream.forget_from(length)
-
-    def lacks(self, length: int) -> bool:
-        """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without
-        a choice: all of an exact text, else the newest ones."""
-        first = max((rows.first for _, rows in self.checkpoint_rows()), default=0)
-        exact = self.exact_tokens is None or length <= self.exact_tokens
-        return first > 0 and (exact or first >= length - (self.entries or 0))
-
-    def check_positions(self, length: int) -> None:
-        """Raise UsageError if the positions of entries do not allow to go back to ``length`` tokens."""
-        if self.positions is not None and self.positions.holds_on_to(length):
-            raise UsageError(
-                "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
-                "the end; call reset()."
-            )
 
     def reset(self, shares: Sequence[Sequence[int]] | None = None) -> None:
         """Forget everything and free the memory. shares: :attr:`shares` of a text whose entries the caller restores;
@@ -253,23 +179,21 @@ class KeepCache(Cache):
             rereading = Rereading(self.method.name, made.entries or 0, self.geometry.max_positions)
         self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
         self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
+        self.states = made.states
         super().__init__(layers=made.layers)
         self.holdings = [holding_of(layer) for layer in made.layers]
         self.stream = CacheStream((first or self.request).method, self.geometry, made, rereading)
+        self.exact_tokens = self.stream.exact_tokens
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make the rows of the batch those of ``beam_idx``."""
-        self.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch ``repeats`` times."""
         if self.rows:
-            self.select(torch.arange(self.rows).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices`` of the batch (numbers or flags)."""
-        self.select(indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices)
+        self.reorder_cache(indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices)
 
     @property
     def rows(self) -> int:
@@ -277,16 +201,16 @@ class KeepCache(Cache):
         return int(self.stream.rows)
 
     @outside_inference_mode
-    def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``, repeats and reorders allowed."""
-        self.stream.select(index)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the rows of the batch those of ``beam_idx``, repeats and reorders allowed."""
+        self.stream.select(beam_idx)
         for holding in self.made.holdings:
-            holding.select(index)
-        self.ledger.select(index.to(self.made.device))
+            holding.select(beam_idx)
+        self.ledger.select(beam_idx.to(self.made.device))
         if self.checkpoint is not None:
-            self.checkpoint.select(index, lambda number: self.layers[number].lanes_of(index))
+            self.checkpoint.select(beam_idx, lambda number: lanes_of(beam_idx, self.layers[number].heads))
         if self.positions is not None:
-            self.positions.select(index)
+            self.positions.select(beam_idx)
 
     @outside_inference_mode
     def fork(
@@ -319,7 +243,7 @@ class KeepCache(Cache):
         self.reset()
 
     def __repr__(self) -> str:
-        size = self.resident_bytes() + self.compressed_bytes()
+        size = sum(holding.resident_bytes + holding.compressed_bytes for holding in self.made.holdings)
         budget = "" if self.request.budget is None else f"budget='{self.request.budget}', "
         return (
             f"KeepCache(method='{self.method.name}', {budget}tokens={self.get_seq_length()}, bytes={size}, "
@@ -365,32 +289,13 @@ class KeepCache(Cache):
         return max(0, self.checkpoint.first(first) - self.checkpoint.beginning(first))
 
     @property
-    def exact_tokens(self) -> int | None:
-        """The number of tokens up to which a text is exact, for ``endless``; None: exactness does not depend on the
-        length of a text."""
-        return self.stream.exact_tokens
-
-    @property
     def exact_part(self) -> int | None:
         """:attr:`exact_tokens`, once the text is longer; None while all of it is exact."""
         return None if self.exactness is Exactness.EXACT else self.exact_tokens
 
-    def check_disk(self) -> None:
-        """Compare entries on disk with what was written: all of them, but those of ``endless`` beyond its exact part,
-        which are compared when they are recalled. Raises EntriesLost."""
-        self.stream.disk.check(compare=self.exact_part is None)
-
     def checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
         """Yield the checkpoint's stores by name."""
         return iter(()) if self.checkpoint is None else self.checkpoint.stores()
-
-    def resident_bytes(self) -> int:
-        """Bytes allocated for entries that attention reads directly."""
-        return sum(holding.resident_bytes for holding in self.made.holdings)
-
-    def compressed_bytes(self) -> int:
-        """Bytes allocated for entries in a smaller form."""
-        return sum(holding.compressed_bytes for holding in self.made.holdings)
 
     def memory(self) -> Memory:
         """Return the measured bytes of the cache by purpose, and those of the whole process."""

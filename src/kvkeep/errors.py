@@ -39,7 +39,7 @@ class UnsupportedModelError(ModelError):
 
 class OutOfMemory(KvkeepError, MemoryError):
     """There was not enough memory, or no further thread could be started. A cache is then as it was before the pass,
-    where its method allows that (:meth:`~kvkeep.stream.CacheStream.roll_back`)."""
+    where its method allows that (:meth:`~kvkeep.passes.stream.CacheStream.roll_back`)."""
 
 
 class BadCall(KvkeepError, ValueError):

@@ -1,7 +1,7 @@
 """The geometry of a model's key/value cache: layers, heads, widths, and bytes per token.
 
 The sizes of the KV-Direct paper (arXiv:2603.19664): Eq. 23 (bytes of keys and values per token), Eq. 24 (bytes of one
-residual vector), Eq. 25 (their ratio rho) and Table 1. They are read from a transformers config, so a model can be
+residual vector) and Table 1. They are read from a transformers config, so a model can be
 sized before any weight is loaded, and equal the bytes of a ``DynamicCache`` of that model.
 """
 
@@ -26,12 +26,6 @@ STATE_BYTES = 4
 
 _KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding", "hybrid": "full"}
 _RECURRENT = ("linear_attention", "conv", "hybrid")
-_WINDOW_OF_TYPE = {
-    "sliding_attention": "sliding_window",
-    "hybrid_sliding": "sliding_window",
-    "reference_sliding_attention": "sliding_window",
-    "chunked_attention": "attention_chunk_size",
-}
 # Families with a misleading config, found by comparing about 120 tiny models with their caches.
 _UNTRUE_CONFIGS = {
     "cpmant": "its heads are wider than hidden_size / heads",
@@ -131,14 +125,15 @@ class ModelGeometry:
             )
         hidden_size = _need(text, text, "hidden_size")
         _need(text, text, "num_hidden_layers")
-        layer_configs = list(text.per_layer_config)
-        types, shared = _layer_types(text)
+        layer_configs, modes = list(text.per_layer_config), getattr(text, "kv_sharing_modes", None) or ()
+        shared = {index for index, mode in enumerate(modes) if mode == "reuse"}
+        inferred, given = get_layer_types_and_kwargs(text)
+        types = list(getattr(text, "layer_types", None) or inferred)
+        windows = [one.get("sliding_window") for one in given]
         return cls(
             model_type=text.model_type,
             hidden_size=hidden_size,
-            layers=tuple(
-                _layer(text, layer_config, index, types, shared) for index, layer_config in enumerate(layer_configs)
-            ),
+            layers=tuple(_layer(text, index, types, shared, windows) for index in range(len(types))),
             attention_heads=_need(text, layer_configs[0], "num_attention_heads"),
             vocab_size=_need(text, text, "vocab_size"),
             max_positions=_max_positions(text),
@@ -219,15 +214,6 @@ class ModelGeometry:
         """Bytes of one residual vector, d * b (Eq. 24)."""
         return self.hidden_size * self.dtype_bytes
 
-    @property
-    def rho(self) -> float:
-        """Keys and values of all layers over one residual vector, 2 L n_kv d_head / d (Eq. 25).
-
-        This is the ratio of *one* vector per token; the bytes of each checkpoint kind are
-        :meth:`checkpoint_bytes_per_token`.
-        """
-        return sum(layer.entry_elements for layer in self.layers) / self.hidden_size
-
     def residual_anchors(self, stride: int) -> tuple[int, ...]:
         """Layers whose incoming residual a ``residual`` checkpoint of this ``stride`` keeps.
 
@@ -296,19 +282,6 @@ def _steady_positions(text: Any) -> int | None:
     return min(found, default=None)
 
 
-def _layer_types(text: Any) -> tuple[list[str], set[int]]:
-    """Return the declared attention type of every layer, and the indices of those that share K and V."""
-    inferred, _ = get_layer_types_and_kwargs(text)
-    declared = getattr(text, "layer_types", None)
-    modes = getattr(text, "kv_sharing_modes", None)
-    count = text.num_hidden_layers
-    if modes is not None:
-        shared = {index for index, mode in enumerate(modes) if mode == "reuse"}
-    else:  # transformers 5.16 names only the number of last layers that share
-        shared = set(range(count - (getattr(text, "num_kv_shared_layers", None) or 0), count))
-    return list(declared or inferred), shared
-
-
 def _source(text: Any, index: int, types: list[str], shared: set[int]) -> int:
     """Return the layer whose keys and values layer ``index`` reads.
 
@@ -328,10 +301,9 @@ def _source(text: Any, index: int, types: list[str], shared: set[int]) -> int:
     )
 
 
-def _layer(text: Any, layer_config: Any, index: int, types: list[str], shared: set[int]) -> LayerGeometry:
-    """Return the geometry of layer ``index``; a shared layer has the widths of its source."""
-    window_name = _WINDOW_OF_TYPE.get(types[index])
-    source = _source(text, index, types, shared)
+def _layer(text: Any, index: int, types: list[str], shared: set[int], windows: list[int | None]) -> LayerGeometry:
+    """Return the geometry of layer ``index``; a shared layer has the widths and the window of its source."""
+    source, recurrent = _source(text, index, types, shared), types[index] in _RECURRENT
     kv_heads, key_dim, value_dim = _widths(text, text.per_layer_config[source])
     return LayerGeometry(
         index=index,
@@ -339,10 +311,10 @@ def _layer(text: Any, layer_config: Any, index: int, types: list[str], shared: s
         kv_heads=kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        window=_need(text, layer_config, window_name) if window_name else None,
+        window=windows[source],
         source=source,
-        recurrent=types[index] in _RECURRENT,
-        state_elements=_state_elements(text, layer_config) if types[index] in _RECURRENT else None,
+        recurrent=recurrent,
+        state_elements=_state_elements(text, text.per_layer_config[index]) if recurrent else None,
     )
 
 
@@ -373,15 +345,10 @@ def _widths(text: Any, layer_config: Any) -> tuple[int, int, int]:
         return _latent_widths(text, layer_config, heads)
     head_dim = getattr(layer_config, "head_dim", None) or text.hidden_size // heads
     value_dim = getattr(layer_config, "v_head_dim", None) or head_dim
-    return _kv_heads(layer_config, heads), head_dim, value_dim
-
-
-def _kv_heads(layer_config: Any, heads: int) -> int:
-    """Return the heads cached: grouped where named, one for multi-query, else one per query head."""
-    if getattr(layer_config, "multi_query", False) and not getattr(layer_config, "new_decoder_architecture", False):
-        return 1
     # Falcon's new architecture caches the KV heads repeated for every query head.
-    return getattr(layer_config, "num_key_value_heads", None) or heads
+    if getattr(layer_config, "multi_query", False) and not getattr(layer_config, "new_decoder_architecture", False):
+        return 1, head_dim, value_dim
+    return getattr(layer_config, "num_key_value_heads", None) or heads, head_dim, value_dim
 
 
 def _latent_widths(text: Any, layer_config: Any, heads: int) -> tuple[int, int, int]:
@@ -410,10 +377,5 @@ def _expands_after_cache(text: Any) -> bool:
 
 def _dtype_bytes(*configs: Any) -> int:
     """Return bytes per element of the first config that names a dtype, else of torch's default."""
-    for config in configs:
-        dtype = getattr(config, "dtype", None)
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype.removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):
-            return dtype.itemsize
-    return torch.get_default_dtype().itemsize
+    named = (getattr(config, "dtype", None) for config in configs)
+    return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.get_default_dtype()).itemsize

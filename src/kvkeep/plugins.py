@@ -1,11 +1,15 @@
-"""Parts and commands of installed packages, found by entry points. A broken one is left out with a warning that names
-its package; the others work."""
+"""Other packages: optional ones, and those that add parts and commands.
+
+An optional package is imported when it is used, and named in the error when it is missing. Parts and commands are found
+by entry points. A broken one is left out with a warning that names its package; the others work.
+"""
 
 from __future__ import annotations
 
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,13 @@ from kvkeep.errors import KvkeepError, UsageError
 
 PARTS = "kvkeep.parts"
 """The group of entry points that name selectors, fates, recalls and presets, or a tuple of a fate and its preset."""
+
+_OF = {
+    "cli": ("typer", "rich"),
+    "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client"),
+    "lab": ("kvkeep_lab", "matplotlib", "pydantic", "filelock", "rouge_score", "markdown_it"),
+}
+"""The packages of each extra, as modules are called."""
 
 log = logging.getLogger(__name__)
 
@@ -57,3 +68,25 @@ def first_line(error: BaseException) -> str:
         places = traceback.extract_tb(error.__traceback__)
         return f"{kind} in {places[-1].name}, {Path(places[-1].filename).name}:{places[-1].lineno}" if places else kind
     return lines[0] if isinstance(error, KvkeepError) else f"{kind}: {lines[0]}"
+
+
+def optional(module: str, extra: str) -> Any:
+    """Return the module called ``module``, which the extra ``extra`` installs (``pip install '.[extra]'``).
+
+    Raises UsageError, with package and extra, if it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] not in (package, *_OF.get(extra, ())):
+            raise
+        raise UsageError(
+            f"This needs the package '{error.name.partition('.')[0]}', which is not installed: {how(extra)}."
+        ) from None
+
+
+def how(extra: str) -> str:
+    """Return how to install an extra. kvkeep is on no package index, so a name alone finds nothing."""
+    what = "./lab" if extra == "lab" else f"'.[{extra}]'"
+    return f"pip install {what} in a clone of kvkeep"

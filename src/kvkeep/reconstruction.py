@@ -4,15 +4,9 @@ KVzip (arXiv:2505.23416): after the prompt the model gets a request to repeat it
 over each piece shows which entries the repetition needs. The first reading is that of ``kv-direct``, exact and within
 the budget; the entries of the repetition are discarded. A selector may have an excerpt read in place of the whole text.
 
-Score "max", KVzip (section 3): the score of an entry is the maximum attention that it receives from any query of the
-repeated text, in any head that shares the entry. A long text is repeated in pieces. The attention of a piece's queries
-is then normalised over the first entries of the text, and over the piece's entries from the first and from the second
-reading.
-
-Score "max of text", EpiCache (arXiv:2509.17396): the same maximum. The attention is normalised over the whole text.
-
-Score "rms", Attention Matching (arXiv:2602.16284): the score is the root of the mean squared attention over all queries
-and heads. The attention is normalised over the whole text.
+The score of an entry is the maximum attention that it receives from any query of the repeated text, in any head that
+shares the entry. A long text is repeated in pieces. The attention of a piece's queries is then normalised over the
+first entries of the text, and over the piece's entries from the first and from the second reading.
 """
 
 from __future__ import annotations
@@ -29,8 +23,8 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
+from kvkeep.contracts.hook import ReadingHook
 from kvkeep.contracts.selector import ReconstructionPieces
-from kvkeep.contracts.store import SecondReading
 from kvkeep.errors import UsageError
 from kvkeep.models.chat_templates import filled
 from kvkeep.stores.layer import Layer
@@ -106,9 +100,12 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     method, geometry = cache.method, cache.geometry
     entries = method.division(geometry, cache.entries).resident
     scores = [reader.scores for reader in readers]
-    with meter.holding(*(part for reader in readers for part in (reader.scores, *reader.queries, *reader.valid))):
+    with meter.holding(*(part for reader in readers for part in reader.tensors)):
         shares, windows = method.selector.shares(scores, rows, entries), last_token_state(cache)
+        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.reset(shares)
+        if recording:
+            cache.activate_past_recording()
         cache.stream.record.tell(record.on_progress, record.on_block)
         cache.stream.record.begin_with(record.plain)
         try:
@@ -131,9 +128,9 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
     first_words = FIRST if pieces.excerpt is None else pieces.excerpt.instruction
     words = _words(getattr(cache.model, "kvkeep_tokenizer", None), first_words)
     passes = list(_passes(cache, pieces, words, ids))
-    readers = [
-        ReconstructionReader(layer, pieces, _stride(cache, layer, passes, words)) for layer in cache.stream.bounded
-    ]
+    count = sum(one.slots.shape[1] + CUE + len(words.later) + len(words.then) for one in passes)
+    make, fate = pieces.reader or ReconstructionReader, cache.method.store_fate
+    readers = [make(layer, pieces.sinks, fate.reading_hook(count)) for layer in cache.stream.bounded]
     with rehearsing(cache, readers) as forget:
         for piece, said, cue, slots in passes:
             for reader in readers:
@@ -157,17 +154,6 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
         if visible is not None:
             by_row.masked_fill_(~visible[:, None], float("-inf"))
     return readers
-
-
-def _stride(cache: Any, layer: Any, passes: list[Pass], words: Words) -> int:
-    """Return the distance of the queries that are stored, so that each KV head has about as many as the fate asks for;
-    0: none."""
-    limit = cache.method.store_fate.reference_queries
-    if not limit:
-        return 0
-    tokens = sum(one.slots.shape[1] + CUE + len(words.later) + len(words.then) for one in passes)
-    heads = cache.geometry.attention_heads // layer.heads
-    return max(1, -(-tokens * heads // limit))
 
 
 def _passes(cache: Any, pieces: ReconstructionPieces, words: Words, ids: Tensor) -> Iterator[Pass]:
@@ -214,23 +200,12 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
                 target.resident.score_arriving(scores[:, first : first + key.shape[1]])
                 target.settle()
                 first += key.shape[1]
-        if reader.queries:
-            _fit(source, target, reader, cache.meter)
+        if reader.hook is not None:
+            reader.hook.chosen(source, target)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
-        cache.meter.cache(sum(resident_bytes) + cache.compressed_bytes())
+        cache.meter.cache(sum(resident_bytes) + sum(one.compressed_bytes for one in cache.made.holdings))
         old.checkpoint.truncate(layer.index, 0)
         source.resident = None  # released now, even if the layer is still referenced
-
-
-def _fit(source: Any, target: Any, reader: ReconstructionReader, meter: Any) -> None:
-    """Let the store of the layer ``target`` fit its entries to those of ``source`` and to the queries of its reader."""
-    keys, values = source.everything()
-    visible = source.ledger.visible_by(source.heads)
-    real = None if visible is None else visible[:, 0, 0, : keys.shape[1]]
-    queries, valid = torch.cat(reader.queries, 1), torch.cat(reader.valid, 1)
-    reader.queries, reader.valid = [], []
-    with meter.holding(keys, values):
-        target.evicted.fit(SecondReading(keys, values, real, queries, valid, reader.scaling), target.resident)
 
 
 def _words(tokenizer: Any, first: str) -> Words:
@@ -247,42 +222,47 @@ def _words(tokenizer: Any, first: str) -> Words:
 class ReconstructionReader(Rehearsal):
     """Attends exactly to all entries of a layer and to the new ones, which are discarded afterwards.
 
-    piece: the slots that are repeated in this pass. pieces: how the text is read, and how entries are scored. stride:
-    the distance of queries that are stored for a fit; 0: none are.
+    sinks: first entries of the text, which take part in the attention of every piece. hook: that of the fate.
     """
 
-    def __init__(self, layer: Layer, pieces: ReconstructionPieces, stride: int = 0) -> None:
-        self.sinks, self.kind, self.stride, self.piece = pieces.sinks, pieces.score, stride, (0, layer.length)
+    def __init__(self, layer: Layer, sinks: int, hook: ReadingHook | None = None) -> None:
+        self.sinks, self.hook = sinks, hook
+        self.piece = 0, layer.length
+        """The slots that are repeated in this pass."""
         self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
         """(lanes, slots) float32."""
-        self.scaling = 1.0
-        self.queries: list[Tensor] = []
-        """Of each pass (lanes, heads * n, key_dim)."""
-        self.valid: list[Tensor] = []
-        """Of each pass (lanes, heads * n) bool, False for padding."""
-        self._counts: Tensor | int = 0  # queries scored, of all heads, (lanes, 1)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors that it holds."""
+        return [self.scores, *(() if self.hook is None else self.hook.tensors)]
 
     def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Return attention over all entries and the new ones, and score the entries by it."""
-        past = (segment for _, segment in self._past(layer, step))
+        past = (segment for _, segment in self.past_segments(layer, step))
         output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, origin=layer.origin)
-        if self.kind == "rms":
-            self._add_squares(layer, step)
-        else:
-            self._raise_to_max(layer, step, lse)
-        if self.stride:
-            real = layer.ledger.unpadded(torch.zeros_like(lse), layer.heads) == 0
-            self.queries.append(step.query[:, :, :: self.stride].flatten(1, 2).clone())
-            self.valid.append(real[:, :, :: self.stride].flatten(1))
-            self.scaling = step.scaling
+        self.score(layer, step, lse)
+        if self.hook is not None:
+            self.hook.attended(layer, step)
         return output
 
-    def finish(self) -> None:
-        """Turn sums into scores, after the last pass."""
-        if self.kind == "rms":
-            self.scores.div_(self._counts).sqrt_()
+    def score(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
+        """Raise scores to the weights of a pass. lse: the log-sum-exp over all entries and the new ones."""
+        start, stop = self.piece
+        if start or stop < layer.length:
+            spans = [(0, min(self.sinks, start)), self.piece]
+            compared = (segment for _, segment in self.past_segments(layer, step, spans))
+            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
+        lse = layer.ledger.unpadded(lse, layer.heads)
+        for piece, segment in self.past_segments(layer, step, [self.piece]):
+            weights = received(step.query, segment, lse, step.scaling, None, "max")
+            scores = self.scores[:, piece.first : piece.first + weights.shape[1]]
+            torch.maximum(scores, weights, out=scores)
 
-    def _past(
+    def finish(self) -> None:
+        """Called after the last pass."""
+
+    def past_segments(
         self, layer: Layer, step: AttentionInputs, spans: Sequence[tuple[int, int]] | None = None
     ) -> Iterator[tuple[Piece, Segment]]:
         """Yield all entries, or those of the slots in ``spans``."""
@@ -291,25 +271,3 @@ class ReconstructionReader(Rehearsal):
         for piece in chain(evicted, layer.resident.pieces()):
             parts = [piece] if spans is None else [piece.between(*span) for span in spans]
             yield from ((part, layer.segment(part, step, wide)) for part in parts if part is not None)
-
-    def _add_squares(self, layer: Layer, step: AttentionInputs) -> None:
-        _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
-        lse = layer.ledger.unpadded(lse, layer.heads)
-        self._counts = self._counts + lse.isfinite().sum((1, 2), keepdim=True)[..., 0]
-        for piece, segment in self._past(layer, step):
-            # exp(2 s - 2 lse) is the square of the weight exp(s - lse); the mean over heads becomes a sum.
-            squares = received(step.query, segment, 2 * lse, 2 * step.scaling) * step.query.shape[1]
-            self.scores[:, piece.first : piece.first + squares.shape[1]] += squares
-
-    def _raise_to_max(self, layer: Layer, step: AttentionInputs, lse: Tensor) -> None:
-        start, stop = self.piece
-        if self.kind == "max of text":
-            _, lse = attend(step.query, (segment for _, segment in self._past(layer, step)), step.scaling)
-        elif start or stop < layer.length:
-            compared = (segment for _, segment in self._past(layer, step, [(0, min(self.sinks, start)), self.piece]))
-            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
-        lse = layer.ledger.unpadded(lse, layer.heads)
-        for piece, segment in self._past(layer, step, [self.piece]):
-            weights = received(step.query, segment, lse, step.scaling, None, "max")
-            scores = self.scores[:, piece.first : piece.first + weights.shape[1]]
-            torch.maximum(scores, weights, out=scores)

@@ -13,9 +13,13 @@ from kvkeep.models.bits import row_independent
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
-STOCK_STATE = "transformers' own"
-HYBRID_NOTE = "it also has a recurrent state, whose size is fixed"
-ONESHOT_NOTE = "a prompt is read in one pass; before it is compressed, one layer at a time holds all of it"
+_OTHER = {
+    "shared": ("none", 0, "reads the entries of layer {source}"),
+    "recurrent": ("recurrent state", 0, "has no keys and values; its state has a fixed size"),
+    **dict.fromkeys(WITHOUT_CACHE, ("none", 0, "holds nothing of the text")),
+}
+"""Of kinds of layers without keys and values of their own: the effective method, the entries, and why."""
+_UNKNOWN = ("transformers' own", None, "has no keys and values; transformers manages its state")
 
 
 @dataclass(frozen=True)
@@ -57,58 +61,42 @@ def describe(
     same = same and geometry.steady(request.context)
     same = same and _in_order(request, made, model) and row_independent(model)
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
-    reports = []
+    reports, notes = [], _notes(request, geometry)
     for layer in geometry.layers:
-        effective, entries, note = name, made.entries, ""
-        if layer.kind == "sliding":
-            effective, entries = "sliding window", layer.window
-            note = "the model's own window limits it"
-        elif layer.kind == "full" and budgets is not None:
-            by_head = budgets[layer.index]
-            entries = sum(by_head) // len(by_head)
-            note = "" if len(set(by_head)) == 1 else f"by head: {', '.join(map(str, by_head))}"
-        elif layer.kind == "shared":
-            effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
-        elif layer.kind in WITHOUT_CACHE:
-            effective, entries, note = "none", 0, "holds nothing of the text"
-        elif layer.kind != "full" and layer.recurrent:
-            effective, entries, note = "recurrent state", 0, "has no keys and values; its state has a fixed size"
-        elif layer.kind != "full":
-            effective, entries, note = STOCK_STATE, None, "has no keys and values; transformers manages its state"
-        if layer.kind == "full" and layer.recurrent:
-            note = f"{note}; {HYBRID_NOTE}" if note else HYBRID_NOTE
-        if layer.kind == "full" and request.method.oneshot:
-            note = f"{note}; {ONESHOT_NOTE}" if note else ONESHOT_NOTE
-        if (
-            layer.kind == "full"
-            and request.method.exactness is Exactness.EXACT
-            and not geometry.steady(request.context)
-        ):
-            note = f"{note}; {_unsteady(geometry)}" if note else _unsteady(geometry)
-        if layer.kind == "full" and request.method.recall.endless:
-            exact = request.method.recall.exact_tokens(geometry)
-            if exact is not None:
-                note = f"{note}; {beyond(exact)}" if note else beyond(exact)
-                if request.capacity is not None:
-                    note += f"; of more than {request.capacity:,} older tokens, the oldest are dropped"
-        own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
-        reports.append(
-            LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note, same)
-        )
+        promise = exactness if layer.kind == "full" else Exactness.EXACT
+        if layer.kind == "full":
+            by_head = [] if budgets is None else budgets[layer.index]
+            effective, entries = name, sum(by_head) // len(by_head) if by_head else made.entries
+            differ = f"by head: {', '.join(map(str, by_head))}" if len(set(by_head)) > 1 else ""
+            beside = "it also has a recurrent state, whose size is fixed" if layer.recurrent else ""
+            note = "; ".join(one for one in (differ, beside, *notes) if one)
+        elif layer.kind == "sliding":
+            effective, entries, note = "sliding window", layer.window, "the model's own window limits it"
+        else:
+            kind = "recurrent" if layer.recurrent else layer.kind
+            effective, entries, note = _OTHER.get(kind, _UNKNOWN)
+        note = note.format(source=layer.source)
+        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, str(promise), note, same))
     return reports
 
 
-def beyond(exact: int) -> str:
-    """Return what becomes of a text that is longer than its ``exact`` first tokens, in a few words."""
-    return f"exact up to {exact:,} tokens; beyond them, a step attends to the newest tokens and to recalled blocks"
-
-
-def _unsteady(geometry: ModelGeometry) -> str:
-    """Return why a longer text is not exact."""
-    return (
-        f"lossy beyond {geometry.steady_positions} tokens: the model's rotary frequencies change there, and tokens "
-        "read before keep the earlier ones"
-    )
+def _notes(request: Request, geometry: ModelGeometry) -> list[str]:
+    """Return when the full layers exceed their budget, or are not exact."""
+    method, notes = request.method, []
+    if method.oneshot:
+        notes.append("a prompt is read in one pass; before it is compressed, one layer at a time holds all of it")
+    if method.exactness is Exactness.EXACT and not geometry.steady(request.context):
+        notes.append(
+            f"lossy beyond {geometry.steady_positions} tokens: the model's rotary frequencies change there, and tokens "
+            "read before keep the earlier ones"
+        )
+    if method.recall.endless and (exact := method.recall.exact_tokens(geometry)) is not None:
+        notes.append(
+            f"exact up to {exact:,} tokens; beyond them, a step attends to the newest tokens and to recalled blocks"
+        )
+        if request.capacity is not None:
+            notes[-1] += f"; of more than {request.capacity:,} older tokens, the oldest are dropped"
+    return notes
 
 
 def _in_order(request: Request, made: Assembly, model: Any) -> bool:

@@ -8,8 +8,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
-from kvkeep.memory.meter import Memory
-from kvkeep.memory.process import resident_now
+from kvkeep.memory.meter import Memory, resident_now
 from kvkeep.policies.methods import STOCK
 from kvkeep.policies.request import Request
 from kvkeep.stores.dynamic import StockState

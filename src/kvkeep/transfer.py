@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.memory.rows import PagedRows, Rows, concatenated
+from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
 from kvkeep.stores.recurrent import STATE, RecurrentState
@@ -88,27 +89,24 @@ def restore(
     for number, holding in _holdings(cache):
         prefix, recurrent = f"layer.{number}.", isinstance(holding, RecurrentState)
         given = {
-            name.removeprefix(prefix): tensor(name).to(device)
-            for name in sorted(names)
+            name.removeprefix(prefix): [piece.to(device) for piece in pieces.get(name) or [tensor(name)]]
+            for name in sorted({*names, *pieces})
             if name.startswith(prefix) and name.startswith(f"{prefix}{STATE}") == recurrent
         }
-        several = {
-            name.removeprefix(prefix): [piece.to(device) for piece in parts]
-            for name, parts in pieces.items()
-            if name.startswith(prefix) and not recurrent
-        }
-        if isinstance(holding, DynamicLayer) and (several or given):
-            holding.adopt(*(several.get(name) or [given[name]] for name in ("keys", "values")))
-        elif given or several:
-            holding.restore(given | {name: torch.cat(parts, -2) for name, parts in several.items()}, length)
+        if given and isinstance(holding, DynamicLayer):
+            holding.adopt(given["keys"], given["values"])
+        elif given:
+            one = {
+                name: parts[0] if prefix + name not in pieces else torch.cat(parts, -2) for name, parts in given.items()
+            }
+            holding.restore(one, length)
         if recurrent and holding.rows != (about["rows"] if length else 0):
             raise ShapeError(f"layer {number} has a recurrent state of {holding.rows} rows, not of {about['rows']}")
     if cache.positions is not None and "cache_positions" in names:
         cache.positions.restore(tensor("cache_positions"))
     if cache.round is not None:
         cache.round.uneven = about["uneven"]
-    both = {*names, *pieces}
-    saved = {name.removeprefix("checkpoint.") for name in both if name.startswith("checkpoint.")}
+    saved = {name.removeprefix("checkpoint.") for name in {*names, *pieces} if name.startswith("checkpoint.")}
     if cache.checkpoint is not None:
         cache.checkpoint.expect(saved)
     for name, rows in cache.checkpoint_rows():
@@ -128,7 +126,6 @@ def home_of_blocks(cache: Any) -> Place:
 def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any:
     """Return a second cache that has read the same text, with the same options or with others (``kind``). ids: the
     text's token ids, for a cache that does not keep them."""
-    cache.stream.roll_back()
     if kind is not None:
         method, budget, options = kind
         twin = _adopted(cache, Request.parse(method or cache.method.name, budget, **options), ids)
@@ -139,24 +136,47 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
     return twin
 
 
+@contextmanager
+def _copying(cache: Any) -> Iterator[None]:
+    """Undo an unfinished pass, and check before and after the block that the disk returns what was written: digests of
+    the copy are made of what it gets."""
+    cache.stream.roll_back()
+    cache.stream.disk.check(compare=True)
+    yield
+    cache.stream.disk.check()
+
+
+def _begin(cache: Any, twin: Any, length: int, ids: Sequence[int] | None = None) -> None:
+    """Give the empty ``twin`` all that ``cache`` has of the first ``length`` tokens, but the entries of full layers."""
+    if ids is None or cache.ledger.records:
+        copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    else:
+        given = torch.tensor([*ids], dtype=torch.int32, device=twin.made.device)[None, :, None]
+        twin.ledger.restore(length, 1, given, torch.arange(length, dtype=torch.int32)[None, :, None].to(given), None)
+    twin.stream.record.begin_with(cache.stream.record.plain)
+    end, state = cache.get_seq_length(), last_token_state(cache)
+    restore_last(twin, {name: tensor.clone() for name, tensor in state.items()}, end)
+    if length < end:
+        for _, holding in _moving(twin):
+            holding.crop(length - end)
+
+
 def copied(cache: Any) -> Any:
     """Return a copy of a cache in separate memory; one tensor is copied at a time. Both read the whole blocks of a
     checkpoint on disk where they lie."""
-    cache.stream.disk.check(compare=True)  # the copy's digests are made of what it gets
-    twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
-    if (shares := cache.shares) is not None:
-        twin.reset(shares)
-    stored = [name for name in given if name.startswith("checkpoint.")]
-    others = set(given) - set(stored)
-    restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
-    copies = dict(twin.checkpoint_rows())
-    for name, rows in cache.checkpoint_rows():
-        if isinstance(rows, PagedRows) and rows.lends:
-            for block in rows.freeze(rows.length):
+    with _copying(cache):
+        twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
+        if (shares := cache.shares) is not None:
+            twin.reset(shares)
+        stored = [name for name in given if name.startswith("checkpoint.")]
+        others = set(given) - set(stored)
+        restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
+        copies = dict(twin.checkpoint_rows())
+        for name, rows in cache.checkpoint_rows():
+            for block in rows.freeze(rows.length) if rows.lends else ():
                 copies[name].adopt(block)
-        for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):
-            copies[name].append(piece)
-    cache.stream.disk.check()
+            for _, piece in rows.read(max(rows.first, copies[name].length), rows.length):
+                copies[name].append(piece)
     return twin
 
 
@@ -174,23 +194,24 @@ def begun(cache: Any, length: int) -> Any:
     reads them where they lie; only a pass with a mask of the caller's own copies all entries. Raises RuntimeError where
     a sliding window has forgotten what would be needed.
     """
-    cache.stream.roll_back()
-    cache.stream.disk.check(compare=True)
-    twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
-    copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
-    twin.stream.record.begin_with(cache.stream.record.plain)
-    for layer in cache.geometry.full_layers:
-        source, target = cache.layers[layer.index], twin.layers[layer.index]
-        blocks, rest = source.beginning(length)
-        if blocks[0]:
-            target.adopt(*blocks)
-        if rest:
-            _append(target, *rest)
-    for other in _copy_windows(cache, twin):
-        if surplus:
-            other.crop(-surplus)
-    cache.stream.disk.check()
+    with _copying(cache):
+        twin = cache.__class__(cache.model, request=cache.request)
+        _begin(cache, twin, length)
+        for layer in cache.geometry.full_layers:
+            target, (blocks, rest) = twin.layers[layer.index], cache.layers[layer.index].beginning(length)
+            if blocks[0]:
+                target.adopt(*blocks)
+            if rest:
+                _append(target, *rest)
     return twin
+
+
+def lacks(cache: Any, length: int) -> bool:
+    """Return whether the checkpoint has lost entries that the first ``length`` tokens of the text attend to without a
+    choice: all of an exact text, else the newest ones."""
+    first = max((rows.first for _, rows in cache.checkpoint_rows()), default=0)
+    exact = cache.exact_tokens is None or length <= cache.exact_tokens
+    return first > 0 and (exact or first >= length - (cache.entries or 0))
 
 
 def shareable(cache: Any, length: int) -> int:
@@ -217,13 +238,6 @@ def copy_ledger(source: Ledger, twin: Ledger, length: int, rows: int) -> None:
     )
     visible = None if source.visible is None else source.visible[:, :length].clone()
     twin.restore(length, rows, ids, positions, visible)
-
-
-def _copy_windows(cache: Any, twin: Any) -> list[Any]:
-    """Copy what layers hold besides all keys and values, and return the copies."""
-    length, given = cache.get_seq_length(), last_token_state(cache)
-    restore_last(twin, {name: tensor.clone() for name, tensor in given.items()}, length)
-    return [holding for _, holding in _moving(twin)]
 
 
 def last_token_state(cache: Any) -> dict[str, Tensor]:
@@ -254,7 +268,8 @@ def rewind(cache: Any, length: int, state: dict[str, Tensor]) -> None:
     cache.stream.roll_back(restoring=True)
     if cache.get_seq_length() < length:
         raise UsageError(f"The cache has read {cache.get_seq_length()} tokens, and cannot go back to {length}.")
-    cache.check_positions(length)
+    if cache.positions is not None:
+        cache.positions.check_cut(length)
     for layer in cache.stream.bounded:
         layer.truncate(length)
     restore_last(cache, {name: tensor.to(cache.made.device) for name, tensor in state.items()}, length)
@@ -271,6 +286,7 @@ def _moving(cache: Any) -> Iterator[tuple[int, Any]]:
 
 def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
     """Return a cache of another kind with the entries of ``cache``, copied in chunks. ids: as in :func:`fork`."""
+    cache.stream.roll_back()
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
     reason = None if cache.reading else _falls_short(cache, twin)
@@ -284,19 +300,12 @@ def _adopted(cache: Any, request: Request, ids: Sequence[int] | None) -> Any:
         raise NotCarried(method.name, reason)
     if not length:
         return twin
-    cache.stream.disk.check(compare=True)
-    _copy_windows(cache, twin)
-    if ids is None or cache.ledger.records:
-        copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
-    else:
-        given = torch.tensor([*ids], dtype=torch.int32, device=twin.made.device)[None, :, None]
-        twin.ledger.restore(length, 1, given, torch.arange(length, dtype=torch.int32)[None, :, None].to(given), None)
-    twin.stream.record.begin_with(cache.stream.record.plain)
-    chunk = min(length, twin.stream.chunk)
-    for layer in cache.geometry.full_layers:
-        for keys, values in _chunks(cache, layer.index, chunk):
-            _append(twin.layers[layer.index], keys, values)
-    cache.stream.disk.check()
+    with _copying(cache):
+        _begin(cache, twin, length, ids)
+        chunk = min(length, twin.stream.chunk)
+        for layer in cache.geometry.full_layers:
+            for keys, values in _chunks(cache, layer.index, chunk):
+                _append(twin.layers[layer.index], keys, values)
     if twin.stream.must_reread and not cache.reading:  # else the caller may know what the second reading gives
         twin.compress()
     return twin
@@ -321,7 +330,7 @@ def _reads_itself(twin: Any) -> str | None:
         return f"'{method.name}' ranks by attention scores, {only}"
     if twin.positions is not None:
         return f"'{method.name}' gives entries positions of its own, {only}"
-    if method.fate.makes_room:
+    if method.fate.stores.makes_room:
         return f"'{method.name}' merges by attention, {only}"
     if twin.checkpoint is not None and twin.checkpoint.by_token and twin.spec.kind != "tokens":
         return f"checkpoint kind '{twin.spec}' is of residuals, {only}"

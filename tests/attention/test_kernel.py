@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvkeep_lab.published.sketch_variants import TalliedSketch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.native.structures import BLOCK_ENTRIES as BLOCK
 from kvkeep.step.native import Call, CollectedAttention, attend_all, can_join, spans_of
-from kvkeep.stores.evicted.sketch import CountSketch, places
+from kvkeep.stores.evicted.sketch import places
 
 pytestmark = pytest.mark.usefixtures("kernels")
 seeds = st.integers(0, 999)
@@ -208,10 +209,10 @@ def test_estimates_are_attended_as_if_they_were_written_out(queries: int, rows: 
     count, slots, lanes = 700, 40, 3
     held = entries(lanes, count, 32, 48)
     at = places(torch.randint(0, 2**20, (lanes, count)), rows, slots)
-    sketches = [CountSketch(lanes, rows, slots, part.shape[2], True, True, like=part) for part in held]
+    sketches = [TalliedSketch(lanes, rows, slots, part.shape[2], True, True, like=part) for part in held]
     for sketch, part in zip(sketches, held, strict=True):
         sketch.insert(at, part + 3)
-    keys, values = (sketch.estimates(at, by, torch.full((lanes,), count), True) for sketch in sketches)
+    keys, values = (sketch.variant(at, by, torch.full((lanes,), count), True) for sketch in sketches)
     mask = torch.rand(lanes, 1, 1, count) < 0.8
     query, more = torch.randn(lanes, 2, queries, 32).bfloat16(), entries(lanes, 45, 32, 48)
     plain = Segment(*(part[:, None] for part in more))

@@ -36,7 +36,6 @@ from storing import (
 )
 
 from kvkeep import SessionError, load_session
-from kvkeep import files as atomic
 from kvkeep.blocks import store as store_module
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
@@ -44,13 +43,6 @@ from kvkeep.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("kernels")
 AT_ONCE, SLOW = 8, pytest.mark.slow
-
-
-def begun(when: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the turn that is being saved. named: where files have names while they are written."""
-    if when.endswith("named"):
-        monkeypatch.setattr(atomic, "_write_nameless", lambda *_: False)
-    return 0 if when == "first" else 1
 
 
 def faults(
@@ -105,14 +97,14 @@ def check_recovered(store: Store, name: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("when", "name", "every"),
     [
-        ("next, named", "kv-direct", 5),
+        ("next", "kv-direct", 5),
         *(pytest.param(*given, marks=pytest.mark.slow) for given in (("next", "h2o", 1), ("first", "full", 1))),
     ],
 )
 def test_killed_at_any_operation_of_a_save(
     when: str, name: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn = begun(when, monkeypatch)
+    turn = 0 if when == "first" else 1
     before, after = (0, *TURNS)[turn], TURNS[turn]
     saves = set()
     for store, code in faults(tmp_path, turn, name, kill, every):
@@ -133,7 +125,7 @@ def test_killed_at_any_operation_of_a_save(
         *(
             pytest.param(*given, marks=pytest.mark.slow)
             for given in (
-                *(("next, named", io_error, 1), ("first", io_error, 1)),
+                *(("next", io_error, 1), ("first", io_error, 1)),
                 *(("next", fault, 1) for fault in FAULTS.values()),
             )
         ),
@@ -143,7 +135,7 @@ def test_failing_at_any_operation_of_a_save(
     when: str, fault: Callable[[], None], every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that is refused leaves the turn before, and one that returns has saved its own."""
-    turn = begun(when, monkeypatch)
+    turn = 0 if when == "first" else 1
     before, after = (0, *TURNS)[turn], TURNS[turn]
     codes = set()
     for store, code in faults(tmp_path, turn, "kv-direct", fault, every):

@@ -69,7 +69,7 @@ def test_drafts_are_refused_and_sampling_is_stock_without_copies_too(name: str) 
     def watch(*_: Any) -> None:
         banks = [bank for layer in cache.layers for bank in layer.resident.banks]
         held = sum(bank.keys.nbytes + bank.values.nbytes for bank in banks)
-        seen.append((held + cache.compressed_bytes()) / cache.geometry.kv_bytes_per_token)
+        seen.append((held + cache.memory().compressed_bytes) / cache.geometry.kv_bytes_per_token)
 
     options = SAMPLES | ({"temperature": 0.4, "max_new_tokens": 60} if case.waits else {"max_new_tokens": 24})
     handle = tiny("llama").register_forward_hook(watch)

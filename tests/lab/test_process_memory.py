@@ -15,13 +15,13 @@ from kvkeep_lab import process_memory
 from kvkeep_lab.page_cache import Mapped, mapped_below
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.process_memory import InProcess, measure, measure_each, process_table
+from kvkeep_lab.process_rollup import current_process_memory
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench, process_cases
 from kvkeep_lab.timing import TimingCase
 
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.memory.places import Disk
-from kvkeep.memory.process import current_process_memory
 from kvkeep.models.loading import load
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")

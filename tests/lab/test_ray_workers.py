@@ -25,7 +25,7 @@ from living import descendants, living, until
 from results import small, stored
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
-from kvkeep.files import owner
+from kvkeep.files.atomic import owner
 
 
 class Killed(Match):

@@ -19,8 +19,9 @@ from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import EntriesLost
 from kvkeep.memory import places
 from kvkeep.memory.disk_rows import DiskChecks
+from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
-from kvkeep.memory.rows import Buffer, PagedRows, Ring
+from kvkeep.memory.rows import Buffer, Ring
 from kvkeep.native import library
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -155,7 +156,7 @@ def test_a_disk_that_fails_within_a_pass_fails_the_pass_and_all_after_it(
 
 
 COPIES: dict[str, Callable[[KeepCache], Any]] = {
-    "rows of the batch": lambda cache: cache.select(torch.tensor([0, 0])),
+    "rows of the batch": lambda cache: cache.reorder_cache(torch.tensor([0, 0])),
     "fork": lambda cache: cache.fork(),
     "fork of another method": lambda cache: cache.fork("full"),
 }

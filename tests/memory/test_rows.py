@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.memory.places import Device, Disk, Host, Place
-from kvkeep.memory.rows import Buffer, PagedRows, Ring, Rows, concatenated, pages_of
+from kvkeep.memory.pages import PagedRows, pages_of
+from kvkeep.memory.places import Device, Disk, Place, place
+from kvkeep.memory.rows import Buffer, Ring, Rows, concatenated
 from kvkeep.memory.shared_rows import SharedRows
 
 CPU = torch.device("cpu")
@@ -34,12 +35,12 @@ def stores(home: Place) -> dict[str, Rows]:
     }
 
 
-@pytest.mark.parametrize("place", ["device", "host", "disk"])
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
 @pytest.mark.parametrize("name", stores(Device(CPU)))
 @settings(max_examples=60, deadline=None)
 @given(operations=OPERATIONS)
-def test_every_store_of_rows_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str, object]]) -> None:
-    home = {"device": Device(CPU), "host": Host(CPU)}.get(place) or Disk("/tmp")
+def test_every_store_of_rows_equals_a_plain_tensor(name: str, where: str, operations: list[tuple[str, object]]) -> None:
+    home = place(where, CPU, "/tmp")
     rows, twin, first = stores(home)[name], torch.zeros(2, 1, 0, 3), 0
     counter = 0.0
     for kind, value in operations:

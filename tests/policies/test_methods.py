@@ -99,11 +99,10 @@ def test_every_part_of_a_method_takes_parameters() -> None:
         ("h2o+cam:0", ["at least 1 entry"]),
         ("h2o+sketch:vague=0.6", ["share of the budget"]),
         ("h2o+sketch:swap=0.5", ["a factor of at least 1"]),
-        ("h2o+sketch:rows=2", ["rows, not 2"]),
-        ("h2o+sketch:by=mode", ["median"]),
-        ("h2o+sketch:estimate=best", ["centred"]),
-        ("h2o+sketch:keys=odd", ["unsigned"]),
-        ("h2o+sketch:keys=averaged,estimate=shrunk", ["with estimate=plain, not 'shrunk'"]),
+        ("h2o+sketch-variants:by=mode", ["median"]),
+        ("h2o+sketch-variants:estimate=best", ["centred"]),
+        ("h2o+sketch-variants:keys=odd", ["unsigned"]),
+        ("h2o+sketch-variants:keys=averaged,estimate=shrunk", ["with estimate=plain, not 'shrunk'"]),
         ("kvslimmer:sinks=-1", ["sinks is 0 or more"]),
         ("kvslimmer:cap=1", ["is 2 or more"]),
         ("kvslimmer:slack=0", ["a share of the budget or a number"]),
@@ -154,7 +153,7 @@ def test_an_invalid_method_is_refused_with_its_reason(text: str, words: list[str
         (UsageError, {"method": "h2o+quantize:exact=0"}, 200, "The parameter 'exact'"),
         (BudgetError, {"method": "streaming-llm:16"}, 16, "no space for entries beside 16 sinks"),
         (BudgetError, {"method": "kvslimmer"}, 35, "beside 32 sinks; give at least 36"),
-        (BudgetError, {"method": "h2o+sketch:rows=5"}, 19, "at least 20"),
+        (BudgetError, {"method": "h2o+sketch"}, 11, "at least 12"),
         (BudgetError, {"method": "revive"}, 24, "a group of 32 that are quantised by attention; give at least"),
         (BudgetError, {"method": "h2o+quantize:8"}, 40, "a group of 32 that are quantised; give at least"),
         (BudgetError, {"method": "h2o+verified", "chunk": 3}, 3, "give at least 4"),
@@ -168,7 +167,7 @@ def test_invalid_options_of_a_cache_are_refused_with_their_reason(
 
 
 def test_the_smallest_budget_named_in_a_refusal_is_enough() -> None:
-    for method in ("revive", "h2o+quantize:8", "h2o+quantize:2", "lowrank:4", "h2o+sketch:rows=5", "kvslimmer"):
+    for method in ("revive", "h2o+quantize:8", "h2o+quantize:2", "lowrank:4", "kvslimmer"):
         with pytest.raises(BudgetError, match="give at least") as refusal:
             KeepCache(tiny("llama"), method, 12, chunk=8)
         words = str(refusal.value).replace(",", " ").replace(".", " ").split()

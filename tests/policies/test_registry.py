@@ -66,7 +66,10 @@ def test_parameters_that_name_files_are_marked_and_can_be_refused() -> None:
 
     register("taught", dataclass(frozen=True)(Taught))
     register("note", dataclass(frozen=True)(Noted))
-    words = {"checkpoint": {"kind"}, "sketch": {"estimate", "by", "keys"}}
+    words = {
+        "checkpoint": {"kind"},
+        "sketch-variants": {"estimate", "by", "keys"},
+    }
     words |= {"streaming-llm": {"positions"}, "kvpress": {"press"}}
     marked = set()
     for known in (SELECTORS, FATES, RECALLS):

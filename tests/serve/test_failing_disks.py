@@ -89,7 +89,7 @@ def test_a_ledger_that_cannot_be_opened_stays_unlocked(tmp_path: Path, monkeypat
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvkeep.private_files.io.FileIO", fails)
+        patch.setattr("kvkeep.files.private.io.FileIO", fails)
         with pytest.raises(StoreError, match="input/output error"):
             folder.write(BlockName("me", "1" * 32), made)
     assert folder.write(BlockName("me", "1" * 32), made) == 0

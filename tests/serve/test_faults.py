@@ -23,9 +23,9 @@ from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.errors import KvkeepError, OutOfMemory
-from kvkeep.hooks import ForwardHooks
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
+from kvkeep.passes.hooks import ForwardHooks
 from kvkeep.policies.registry import register, unregister
 from kvkeep.policies.selectors.h2o import H2O as HeavyHitters
 from kvkeep.serve import session_pool

@@ -19,9 +19,9 @@ from kvkeep.errors import OutOfMemory
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
+from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.step.native import steps
-from kvkeep.stream import CacheStream
 
 pytestmark = pytest.mark.usefixtures("kernels")
 METHODS: list[tuple[str, int | None, dict[str, str]]] = [

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from answering import Alone
+from kvkeep_lab.process_rollup import process_memory_of
 from running import TEXT, Program, bearer, figures, program
 
 from kvkeep import KeepCache
-from kvkeep.memory.process import process_memory_of
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.arbiter import peak_bytes
 

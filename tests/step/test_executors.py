@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache
-from kvkeep.hooks import ForwardHooks
+from kvkeep.passes.hooks import ForwardHooks
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.native import calls as native_calls
@@ -219,7 +219,7 @@ def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(cro
     ids = prompt(1, 260, seed=2)
     step(model, cache, ids[:, :150])
     assert not cache.reading
-    assert any(layer.evicted.holes or layer.evicted.gaps for layer in cache.layers)
+    assert any(layer.evicted.gaps or layer.evicted.waiting_gaps for layer in cache.layers)
     for at in range(150, 250):
         if crop and at == 200:
             cache.crop(-10)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.selector import Selector
-from kvkeep.contracts.site import Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
@@ -42,7 +42,7 @@ def attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, scaling: f
     layer.ledger.append(torch.zeros(key.shape[0], key.shape[2], dtype=torch.int64), None, None, None)
     layer.update(key, value)
     step = AttentionInputs.of(SimpleNamespace(), query, key, value, None, scaling, key.shape[1], True, True)
-    return step.unfolded(layer.attend(step))
+    return step.unfolded(layer.reader.attend(layer, step))
 
 
 def greedy(cost: list[float], wanted: int) -> list[int]:

@@ -80,4 +80,4 @@ def test_a_bank_that_was_not_full_gives_no_empty_places() -> None:
         step("llama", cache, part)
     for layer in bounded(cache):
         store = layer.evicted
-        assert store.slots is not None and not store.holes and bool((store.slots[:, : store.kept] >= 0).all())
+        assert store.slots is not None and not store.gaps and bool((store.slots[:, : store.kept] >= 0).all())

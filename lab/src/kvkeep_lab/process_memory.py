@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from kvkeep.decode.generate import Generation, generate
-from kvkeep.memory.process import ProcessMemory, current_process_memory
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.stock import new_cache
 from kvkeep_lab.page_cache import Mapped, mapped_below
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
+from kvkeep_lab.process_rollup import ProcessMemory, current_process_memory
 from kvkeep_lab.tables import Table, fixed, megabytes, percent, refusals
 from kvkeep_lab.timing import TimingCase, random_ids
 

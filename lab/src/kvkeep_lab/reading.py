@@ -139,7 +139,7 @@ def read_text(model: Any, ids: Tensor, cache: Cache, readings: Readings) -> Read
     everything, logits, seconds = shared.first
     start, pieces = time.perf_counter(), request.method.selector.reconstruction
     twin = everything.fork(request.method.name, request.budget, **request.options())
-    if request.method.store_fate.reference_queries:  # a fit uses its queries up
+    if request.method.store_fate.reading_hook(0) is not None:  # a fit uses its queries up
         twin.compress()
         return ReadCache(twin, logits, seconds + time.perf_counter() - start)
     assert pieces is not None

@@ -264,7 +264,7 @@ def merges(cache: Any) -> tuple[int, int]:
     """Return the number of merged pairs over all layers and heads, and the number of those with a clamped key weight,
     because its formula had no value or one outside [0, 1]. Both are 0 for methods that merge no pairs."""
     layers = cache.stream.bounded if isinstance(cache, KeepCache) and cache.stream.streams else []
-    merged = [store.merged() for layer in layers if (store := layer.evicted.neighbours) is not None]
+    merged = [layer.evicted.merged() for layer in layers if layer.evicted.makes_room]
     return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.cache import KeepCache
-from kvkeep.contracts.store import MakesRoom
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
@@ -168,8 +168,7 @@ class _KnownAttention(ReadEvicted):
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         lse, output = self.lse.view(step.query.shape[:3]), torch.empty(*step.query.shape[:3], step.value.shape[3])
-        store = layer.evicted.neighbours
-        if store is not None and type(store).attended is not MakesRoom.attended:  # the store reads it
+        if type(layer.evicted).attended is not EvictedStore.attended:  # the store reads it
             output = attend(step.query, [step.arriving()], step.scaling, origin=layer.origin)[0]
         attended_exactly(layer, step, output, lse)
         layer.finish()

@@ -19,6 +19,7 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.names import session_key
 from kvkeep.blocks.references import MAX_BYTES, MAX_GENERATION, checked, decode, encode
 from kvkeep.blocks.store import Store, keys_of
+from kvkeep.budget import size
 from kvkeep.errors import (
     BlockDamaged,
     KvkeepError,
@@ -29,9 +30,8 @@ from kvkeep.errors import (
     UsageError,
     reason_of,
 )
-from kvkeep.files import write_whole
-from kvkeep.private_files import open_file
-from kvkeep.units import size
+from kvkeep.files.atomic import write_whole
+from kvkeep.files.private import open_file
 
 MAGIC = b"kvsess03"
 HEAD = struct.Struct("<8sQ")

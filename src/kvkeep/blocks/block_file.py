@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BlockDamaged, BlockVersion, ran_out_of_memory
+from kvkeep.files.private import open_file
 from kvkeep.memory.places import Place
-from kvkeep.private_files import open_file
 
 MAGIC = b"kvblock3"
 _OTHER_VERSION = re.compile(rb"kvblock[0-9]")

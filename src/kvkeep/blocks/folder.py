@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvkeep.blocks.block_file import Content, encode, parse, read
 from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
-from kvkeep.files import sync_name, write_whole
+from kvkeep.files.atomic import sync_name, write_whole
+from kvkeep.files.private import as_file, check_kind, is_file, make_folder, wait_for_lock
 from kvkeep.memory.places import MEMORY, Place
-from kvkeep.private_files import as_file, check_kind, is_file, make_folder, wait_for_lock
 
 SUFFIX = ".block"
 LOCK = "bytes"

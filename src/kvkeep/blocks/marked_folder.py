@@ -15,8 +15,8 @@ from pathlib import Path
 from kvkeep.blocks.folder import LOCK
 from kvkeep.blocks.references import unwritable
 from kvkeep.errors import SessionUnwritable, UsageError, reason_of
-from kvkeep.files import is_temporary, write_whole
-from kvkeep.private_files import GONE, check_kind, close_to_others, is_file, make_folder, read_file
+from kvkeep.files.atomic import is_temporary, write_whole
+from kvkeep.files.private import GONE, check_kind, close_to_others, is_file, make_folder, read_file
 
 log = logging.getLogger(__name__)
 

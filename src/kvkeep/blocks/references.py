@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, SessionVersion, reason_of
-from kvkeep.files import is_temporary, lock, sync_name, write_whole
-from kvkeep.private_files import check_kind, holds, is_file, is_folder, make_folder, read_file, wait_for_lock
+from kvkeep.files.atomic import is_temporary, lock, sync_name, write_whole
+from kvkeep.files.private import check_kind, holds, is_file, is_folder, make_folder, read_file, wait_for_lock
 
 LOCK = "lock"
 _GENERATION = ".json"

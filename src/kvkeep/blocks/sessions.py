@@ -32,6 +32,7 @@ from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
 from kvkeep.blocks.references import Reference, check_version, checked, damaged
 from kvkeep.blocks.store import ONLY, Store
 from kvkeep.blocks.text import Block, Target, TextRows, pieces
+from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
     BlockVersion,
@@ -53,7 +54,6 @@ from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
 from kvkeep.stores.layer import Layer
-from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 

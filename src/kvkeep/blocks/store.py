@@ -23,7 +23,6 @@ from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
 from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import Reference, SessionFiles, checked, newest, unwritable
-from kvkeep.clock import ClockWatch
 from kvkeep.errors import (
     SessionBusy,
     SessionError,
@@ -32,9 +31,10 @@ from kvkeep.errors import (
     UsageError,
     reason_of,
 )
-from kvkeep.files import remove_abandoned
+from kvkeep.files.atomic import remove_abandoned
+from kvkeep.files.clock import ClockWatch
+from kvkeep.files.private import is_folder
 from kvkeep.models.folders import data_folder
-from kvkeep.private_files import is_folder
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.memory.extent import ShapeError
-from kvkeep.memory.rows import BLOCK, JoinedRows, PagedRows, Rows, concatenated
+from kvkeep.memory.rows import BLOCK, JoinedRows, Rows, concatenated
 from kvkeep.stores.dynamic import DynamicLayer
 
 Block = Mapping[str, Tensor]
@@ -111,9 +111,8 @@ class TextRows:
     def block(self, number: int, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Return block ``number``: its rows, and its part of the text's ``ids``, by row. Raises EntriesLost."""
         for rows in self.sources.values():
-            for store in rows.stores if isinstance(rows, JoinedRows) else [rows]:
-                if isinstance(store, PagedRows):
-                    store.compare([number * BLOCK])
+            if not isinstance(rows, Tensor):
+                rows.compare([number * BLOCK])
         part = torch.tensor([row[number * BLOCK :][:BLOCK] for row in ids], dtype=torch.int32)
         return self._copied(number * BLOCK, (number + 1) * BLOCK) | {NAME_OF_IDS: part}
 

@@ -89,9 +89,9 @@ def _main() -> None:
 
     from kvkeep.cli import standard_streams
     from kvkeep.errors import KvkeepError, ran_out_of_memory
-    from kvkeep.extras import how
     from kvkeep.native.library import check_environment
     from kvkeep.native.room import address_space_left, share_heap
+    from kvkeep.plugins import how
 
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
         _fail(f"The command line needs {' and '.join(missing)}: {how('cli')}.", 2)

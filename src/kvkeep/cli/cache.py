@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from kvkeep.budget import size
 from kvkeep.cli import options
 from kvkeep.cli.output import note, print_json, show
 from kvkeep.errors import SessionError, UsageError
-from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.blocks.store import SessionInfo, Store

@@ -100,7 +100,8 @@ class CacheOptions:
             raise UsageError("--memory is used with '--budget auto' only; leave it out.")
         if method is not None:
             check_names(method)
-        Budget.parse(budget)
+        if budget is not None:
+            Budget.parse(budget)
         CheckpointSpec.parse(self.checkpoint or "kv", self.where or "host")
 
     def parse(self, chunk: int | None = None) -> RequestedCache:

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvkeep.budget import size
 from kvkeep.cli import options
 from kvkeep.cli.cache_options import AUTO, CacheOptions
 from kvkeep.cli.generate import as_json
@@ -20,7 +21,6 @@ from kvkeep.cli.output import note, out, print_json, printable, reading
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.native.library import library
-from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.decode.generate import Generation

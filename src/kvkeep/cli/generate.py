@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.budget import size
 from kvkeep.cli import options
 from kvkeep.cli.cache_options import CacheOptions
 from kvkeep.cli.options import ModelOptions, SamplingOptions
@@ -14,7 +15,6 @@ from kvkeep.cli.output import interruptible, loading, note, print_json, reading,
 from kvkeep.cli.startup import startup
 from kvkeep.decode.excerpts import CHUNK_TOKENS, excerpt
 from kvkeep.errors import Interrupted, UsageError
-from kvkeep.units import size
 
 
 @options.command

@@ -15,8 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import kvkeep
 from kvkeep.errors import KvkeepError, UsageError, unknown
-from kvkeep.extras import how
-from kvkeep.plugins import PartlyLeftOut, each_plugin, first_line
+from kvkeep.plugins import PartlyLeftOut, each_plugin, first_line, how
 
 GROUP = "kvkeep.commands"
 Table = Mapping[str, tuple[str, str]]

@@ -11,13 +11,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from kvkeep.budget import size
 from kvkeep.cli import options
 from kvkeep.cli.output import note, out, print_json
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import growing_path
-from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.models.loading import AvailableModel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kvkeep.budget import Budget, bytes_of
+from kvkeep.budget import Budget, bytes_of, size
 from kvkeep.cli import options
 from kvkeep.cli.options import split_list
 from kvkeep.cli.output import note, out, print_json, show
@@ -17,7 +17,6 @@ from kvkeep.cli.startup import fetch_model, startup
 from kvkeep.errors import KvkeepError
 from kvkeep.policies.names import check_names
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
-from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.plan.fitting import Row

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
+from kvkeep.budget import size
 from kvkeep.cli.output import RemainingTime, err, loading, note
 from kvkeep.errors import OutOfMemory
 from kvkeep.models.embedded import EMBEDDED
 from kvkeep.native.room import address_space_left
-from kvkeep.units import size
 
 OTHER_LIBRARIES_BYTES = 330_000_000
 """The address space of what is imported beside torch's own libraries (numpy, transformers, tokenizers; measured: 250

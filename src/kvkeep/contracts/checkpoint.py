@@ -27,8 +27,6 @@ class Checkpoint(ABC):
     """The checkpoint stores every token, evicted or not."""
     copies: bool
     """A recall computes nothing; at most it copies data."""
-    picks: bool
-    """The checkpoint can return single entries without all earlier ones."""
     replays: bool
     """The checkpoint runs layers again, with the model's masks."""
 
@@ -76,10 +74,10 @@ class Checkpoint(ABC):
     def commit(self, layer: int) -> None:
         """Note that the entry of :meth:`next_row` was written."""
 
-    @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return exact keys and values (n, dim) of single entries at ``lane`` (n,) and ``slot`` (n,). All of them must
-        still be stored."""
+        still be stored. Only where a recall :attr:`copies`."""
+        raise NotImplementedError
 
     @abstractmethod
     def first(self, layer: int) -> int:

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     """(lanes, n) int, -1 for none; None: the slots from ``first`` on, in every lane."""
     first: int = 0
     """The first slot, where there are no ``slots``."""
-    holes: bool = False
+    gaps: bool = False
     """Some slots are -1."""
     extra: Tensor | None = None
     """(lanes, n) float32, the number of further tokens that an entry stands for; None: 0 for all."""
@@ -79,13 +79,13 @@ class EvictedEntries(NamedTuple):
     """
     newest: Tensor | None = None
     """(lanes, n) int, the last slot that each entry stands for; None where an entry stands for its slot only."""
-    holes: bool = True
+    gaps: bool = True
     """Some slots may be -1."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> EvictedEntries:
         """Return the entries with every tensor changed."""
         changed = (None if part is None else change(part) for part in self[:-1])
-        return EvictedEntries(*changed)._replace(holes=self.holes)  # type: ignore[arg-type]
+        return EvictedEntries(*changed)._replace(gaps=self.gaps)  # type: ignore[arg-type]
 
     def at(self, index: Tensor) -> EvictedEntries:
         """Return copies of the entries at ``index`` (lanes, n)."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.hook import PassHook, ReadingHook
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -36,14 +36,8 @@ class Fate(ABC):
     """Ids and positions of all tokens are needed."""
     predictable: ClassVar[bool] = True
     """:meth:`holds` returns the bytes of its stores, so the planner lists methods with this fate."""
-    keeps: ClassVar[bool] = True
-    """:attr:`EvictedStore.keeps` of its stores."""
-    merges: ClassVar[bool] = False
-    """:attr:`EvictedStore.merges` of its stores."""
-    makes_room: ClassVar[bool] = False
-    """Its stores merge neighbours instead of taking evicted entries (:attr:`EvictedStore.neighbours`)."""
-    across_heads: ClassVar[bool] = False
-    """How an entry of one KV head is stored depends on other heads."""
+    stores: ClassVar[type[EvictedStore]] = EvictedStore
+    """The class of its stores, or a base class with the same flags."""
     files: ClassVar[Sequence[str]] = ()
     """Parameters that may name files of this machine; a server refuses them in requests."""
 
@@ -51,11 +45,6 @@ class Fate(ABC):
     def kind(self) -> str | None:
         """The kind of checkpoint in the method's name; None where the cache's options choose it."""
         return None
-
-    @property
-    def reference_queries(self) -> int:
-        """About how many queries of each KV head a reconstruction keeps for :meth:`EvictedStore.fit`; 0: none."""
-        return 0
 
     def refuses(self, method: Any) -> str | None:
         """Return why this fate cannot be the fate of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
@@ -90,6 +79,10 @@ class Fate(ABC):
 
     def hook(self) -> PassHook | None:
         """Return the hook around the forward passes of one cache, or None."""
+        return None
+
+    def reading_hook(self, tokens: int) -> ReadingHook | None:
+        """Return the hook in the second reading of one layer's text, which has about ``tokens`` tokens, or None."""
         return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:

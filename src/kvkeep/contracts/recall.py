@@ -14,8 +14,7 @@ from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.part import Part
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import Part, PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.step.plan import LayerStep
@@ -42,12 +41,6 @@ class Reader(Part):
 
     def settling(self, layer: Any, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
         """Called before the new entries of a step are stored. mapped: they are mapped from a file and never change."""
-
-    def commit(self, layer: Any, count: int, agreed: bool) -> None:
-        """Keep the first ``count`` of the entries that wait for the round's decision. agreed: all drafts were right."""
-
-    def choose(self, layer: Any) -> None:
-        """Choose the resident entries anew, before the round drafts again."""
 
     def past(self, layer: Any) -> Iterator[Piece]:
         """Yield the entries of all slots, each once; evicted ones as the store returns them."""
@@ -80,16 +73,12 @@ class Recall(ABC):
     """What the recall promises about the output; None: the fate's promise holds."""
     backed: ClassVar[bool] = True
     """It needs every entry in a checkpoint."""
-    reads_all: ClassVar[bool] = False
-    """Every step attends to all entries of the checkpoint, so the budget may be 0."""
     drafts: ClassVar[bool] = False
     """The recall decodes in rounds of draft and verify, for which a checkpoint may not lose entries."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     endless: ClassVar[bool] = False
     """A text may be longer than the model's positions: what is recalled is placed within them."""
-    across_heads: ClassVar[bool] = False
-    """Which entries come back in one KV head depends on other heads."""
     files: ClassVar[Sequence[str]] = ()
     """Parameters that may name files of this machine; a server refuses them in requests."""
 

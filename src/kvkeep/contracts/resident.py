@@ -111,11 +111,6 @@ class WorkingSet(Resident):
     banks: Any
     length: int  # slots of the text
 
-    @property
-    @abstractmethod
-    def columns(self) -> int:
-        """The capacity of a lane, in entries."""
-
     @abstractmethod
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
         """Return the selector's scores of stored entries, from the attention that they received; (lanes, n) throughout.

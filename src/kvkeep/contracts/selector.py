@@ -72,10 +72,9 @@ class ReconstructionPieces(NamedTuple):
     """Tokens read at a time."""
     sinks: int
     """The first entries of the text, which take part in the attention of every piece."""
-    score: str = "max"
-    """How the attention that an entry receives becomes its score. "max": the largest weight of any query and head,
-    normalised over sinks, piece and repetition. "max of text": the same, normalised over the text. "rms": the root
-    of the mean squared weight of all queries and heads, normalised over the text."""
+    reader: Any = None
+    """The subclass of :class:`~kvkeep.reconstruction.ReconstructionReader` that scores entries by the attention that
+    they receive; None: that class."""
     excerpt: Excerpt | None = None
     """The part of the text that is read, at most a piece; None: all of it."""
 
@@ -96,8 +95,6 @@ class Selector(ABC):
     """It needs a budget."""
     in_order: ClassVar[bool] = False
     """The oldest entry is evicted in all heads at once. Entries therefore form a ring."""
-    by_age: ClassVar[bool] = False
-    """Only age decides which entries are evicted."""
     scores_arrivals: ClassVar[bool] = False
     """New entries get a first score from :meth:`arrive`; otherwise it is 0."""
     scores_by_slot: ClassVar[bool] = False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,39 +17,19 @@ from kvkeep.step.plan import Destination, Span, StoreShare
 _NOTHING = StoreShare()
 
 
-class SecondReading(NamedTuple):
-    """A whole text of one layer, and queries of its reconstruction."""
-
-    keys: Tensor
-    """(lanes, slots, key_dim), as cached."""
-    values: Tensor
-    """(lanes, slots, value_dim), as cached."""
-    real: Tensor | None
-    """(lanes, slots) bool, False for padding; None: no padding."""
-    queries: Tensor
-    """(lanes, n, key_dim), of all heads that share the lane, rotated to positions after the text."""
-    valid: Tensor
-    """(lanes, n) bool, False for queries of padding."""
-    scaling: float
-    """The factor of products of queries with keys."""
-
-
 class EvictedStore(Part):
     """The evicted entries of one layer. A store gets data of the layer only through the arguments of its methods."""
 
     keeps: ClassVar[bool] = True
     """The store takes evicted entries; otherwise the layer does not gather them."""
-    listens: ClassVar[bool] = False
+    listens: bool = False
     """The store learns the attention that its pieces received, and evicted entries come with their scores."""
     watches: ClassVar[bool] = False
     """Where the selector does not score by attention, the attention of the last step scores resident entries."""
     merges: ClassVar[bool] = False
     """Evicted entries are merged into resident ones, which then stand for several tokens."""
-
-    @property
-    def neighbours(self) -> MakesRoom | None:
-        """This store, where it merges neighbours instead of taking evicted entries; else None."""
-        return None
+    makes_room: ClassVar[bool] = False
+    """The store merges resident entries until new ones fit (:meth:`make_room`), instead of taking evicted ones."""
 
     @property
     def compressed_bytes(self) -> int:
@@ -64,7 +43,7 @@ class EvictedStore(Part):
         """Return what the step of a token reads of this store; None where the store cannot plan it. If the new entry
         ``evicts`` one, the step copies the evicted entry of each lane to the place where :meth:`take` would put it.
         append: where the new entries of the lanes from ``first_lane`` on are written."""
-        more = self.keeps or self.listens or self.watches or self.merges or self.neighbours is not None
+        more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
         return None if more else _NOTHING
 
     def commit(self) -> None:
@@ -88,9 +67,18 @@ class EvictedStore(Part):
         """Make entries resident again if they rank high enough. Called after a step, only where the store
         :attr:`listens`."""
 
-    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
-        """Change the resident entries of a text that a reconstruction has chosen, so that attention to them is like
-        attention to the whole text. Called once, only where the fate keeps :attr:`Fate.reference_queries`."""
+    def begin(self, resident: WorkingSet) -> None:
+        """Called before the attention of a step whose new entries are settled afterwards."""
+
+    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
+        """Learn a step's ``output`` (lanes, heads, queries, value_dim), before its entries are settled."""
+
+    def settled(self, observed: bool, resident: WorkingSet) -> None:
+        """Called after new entries are settled. observed: their attention was observed."""
+
+    def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
+        """Keep new entries of a bank, merging until they fit. Called only where the store :attr:`makes_room`."""
+        raise NotImplementedError
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return the state of each slot's entry, as if the entry were evicted: (lanes, ``length``) int8 codes of
@@ -105,31 +93,3 @@ class EvictedStore(Part):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Restore the result of :meth:`state`."""
-
-
-class MakesRoom(EvictedStore):
-    """A store that merges resident entries until new ones fit, instead of taking evicted ones."""
-
-    keeps = False
-
-    @property
-    def neighbours(self) -> MakesRoom:
-        """This store."""
-        return self
-
-    def begin(self, resident: WorkingSet) -> None:
-        """Prepare for a step that attends before its entries are settled."""
-
-    def attended(self, step: AttentionInputs, output: Tensor, resident: WorkingSet) -> None:
-        """Learn a step's ``output`` (lanes, heads, queries, value_dim), before its entries are settled."""
-
-    @abstractmethod
-    def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
-        """Keep new entries of a bank, merging until they fit."""
-
-    def settled(self, observed: bool, resident: WorkingSet) -> None:
-        """Called after new entries are settled. observed: their attention was observed."""
-
-    @abstractmethod
-    def merged(self) -> tuple[int, int]:
-        """Return the number of merged pairs of entries, and the number of those with a clamped weight."""

@@ -38,7 +38,7 @@ class CachedText:
         entries on disk."""
         if isinstance(self.cache, KeepCache):
             try:
-                self.cache.check_disk()
+                self.cache.stream.check_disk()
             except EntriesLost as error:
                 log.warning("A text of %d tokens is read again. %s", len(self.ids), error)
                 self.cache.reset()

@@ -216,7 +216,7 @@ class Answer:
     def _end(self, reason: str) -> None:
         """End the answer. Raises EntriesLost if its entries on disk have changed since it began."""
         if isinstance(self.cache, KeepCache):  # else it is transformers' own
-            self.cache.check_disk()
+            self.cache.stream.check_disk()
         self.reason = reason
         if self._pieces is None or self.listener is None:
             return

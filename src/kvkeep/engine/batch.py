@@ -1,8 +1,9 @@
 """One forward pass for several sessions: their new tokens are packed into one row; each cache does its attention.
 
 The pass reads the weights once for all sessions. Attention and recurrent modules run per session
-(:mod:`kvkeep.hooks`); every other operation treats tokens independently. Where matrix products do not depend on the
-number of rows, as with the native library in bfloat16, the logits equal those of a separate pass to the last bit.
+(:mod:`kvkeep.passes.hooks`); every other operation treats tokens independently. Where matrix products do not depend
+on the number of rows, as with the native library in bfloat16, the logits equal those of a separate pass to the last
+bit.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, OutOfMemory, UnsupportedModelError, out_of_memory, ran_out_of_memory, release
-from kvkeep.hooks import ForwardHooks, NoSessionLeft, SessionPass
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.native.library import trim_memory
-from kvkeep.text_record import TextRecord
+from kvkeep.passes.hooks import ForwardHooks, NoSessionLeft, SessionPass
+from kvkeep.passes.record import TextRecord
 
 CHUNK = 512
 """The number of prompt tokens that one pass reads, if the method allows any number."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +21,14 @@ def nbytes(*tensors: Tensor | None) -> int:
 def storage_bytes(*tensors: Tensor) -> int:
     """Return the bytes of the storages of ``tensors``. A view of a larger tensor has a larger storage."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def resident_now() -> int | None:
+    """Return the resident set of this process in bytes, with mapped files; None if the system does not report it."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
 
 
 @dataclass

@@ -13,42 +13,27 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StoreError, reason_of, unknown
-from kvkeep.memory.place_names import PLACES
+from kvkeep.files.private import make_folder
+from kvkeep.memory import PLACES
 from kvkeep.models.folders import cache_folder
 from kvkeep.native.library import map_file
-from kvkeep.private_files import make_folder
 
 
 class Device:
-    """Memory of the model's device."""
+    """Memory of a device. pinned: for copies to an accelerator."""
 
-    name = "device"
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.maps = device, device.type == "cpu"
+    def __init__(self, device: torch.device, name: str = "device", pinned: bool = False) -> None:
+        self.device, self.name, self.pinned = device, name, pinned
+        self.maps = device.type == "cpu" and not pinned
+        """Whether a tensor that is mapped from a file can serve as one of this place."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
 
 MEMORY = Device(torch.device("cpu"))
 """Memory of this process."""
-
-
-class Host:
-    """Host memory, pinned for an accelerator."""
-
-    name = "host"
-
-    def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type == "cuda"
-        self.maps = not self.pinned
-        """Whether a tensor that is mapped from a file can serve as one of this place."""
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
-
 
 _USED = set[Path]()
 """Folders in which this process could create files."""
@@ -124,7 +109,7 @@ class Disk:
         )
 
 
-Place = Device | Host | Disk
+Place = Device | Disk
 
 
 def place(name: str, device: torch.device, folder: str | os.PathLike[str] | None = None) -> Place:
@@ -132,7 +117,7 @@ def place(name: str, device: torch.device, folder: str | os.PathLike[str] | None
     if name == "device":
         return Device(device)
     if name == "host":
-        return Host(device)
+        return Device(torch.device("cpu"), name, pinned=device.type == "cuda")
     if name == "disk":
         return Disk(folder)
     raise unknown("place for checkpoints", name, PLACES)

@@ -9,26 +9,23 @@ import torch
 from torch import Tensor
 
 from kvkeep.memory.meter import storage_bytes
-from kvkeep.memory.rows import BLOCK, Buffer, concatenated, selected
+from kvkeep.memory.rows import BLOCK, Buffer, Rows, concatenated, selected
 
 PIECE_BLOCKS = 2
 """Blocks of a piece. Attention reads shorter pieces more slowly."""
 
 
-class SharedRows:
+class SharedRows(Rows):
     """Rows (..., **rows**, dim) in full pieces (``head``) and a :class:`~kvkeep.memory.rows.Buffer` (``tail``), which
     becomes the next piece when it has ``PIECE_BLOCKS`` blocks. So no row is copied for long when rows arrive, and
     several owners can hold the same pieces: a full piece never changes. Without ``pieces`` there is only the buffer,
     which grows, so that all rows are one tensor."""
-
-    first = 0
 
     def __init__(self, block: int = BLOCK, pieces: bool = False) -> None:
         self.block = block
         self.in_pieces = pieces
         self.piece = PIECE_BLOCKS * block if pieces else sys.maxsize
         """The number of rows of a full piece."""
-        self.length = 0
         self.head: list[Tensor] = []
         """The full pieces in order, each a tensor of whole blocks with storage of its own."""
         self.tail = Buffer(block)
@@ -137,10 +134,6 @@ class SharedRows:
         self.head = [selected(part, index, None, number >= self._lent) for number, part in enumerate(self.head)]
         self.tail.select(index)
         self._lent = 0
-
-    def damaged(self, compare: bool) -> bool:
-        """Return False: it is in memory."""
-        return False
 
     @property
     def nbytes(self) -> int:

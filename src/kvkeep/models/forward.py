@@ -57,6 +57,13 @@ class Hooks(Attender, Protocol):
         """Return the output of a layer's recurrent module, (batch, new, hidden_size), for ``hidden`` of the same
         shape. run: the module; it takes some of the tokens, their cache, and their padding mask (batch, tokens)."""
 
+    def keep_outputs(self, earlier: list[Tensor], last: int) -> None:
+        """Keep what the outputs of a prompt's last chunk need, until :meth:`take_outputs`. earlier: the outputs of the
+        chunks before it, (batch, n, hidden_size); last: the number of its last positions that are used; 0: all."""
+
+    def take_outputs(self) -> tuple[list[Tensor], int]:
+        """Return what :meth:`keep_outputs` was given last, and forget it."""
+
     def end_forward(self, completed: bool) -> None:
         """End the forward pass; ``completed`` is False after an exception."""
 
@@ -66,16 +73,12 @@ class Reading(Protocol):
 
     observes: bool
     """Whether every query may influence the choice of entries."""
-    last_outputs: int
-    """The number of last outputs that the caller uses, of a decoder that returns all; 0: all."""
     record: Any
-    """What is known of the text (:class:`~kvkeep.text_record.TextRecord`)."""
+    """What is known of the text (:class:`~kvkeep.passes.record.TextRecord`)."""
     decoder: Any
     """The only decoder whose passes the cache takes part in; None: any."""
     chunk: int
     """Tokens of a chunk."""
-    earlier_outputs: list[Tensor]
-    """Outputs of the chunks before the last."""
     pass_hooks: Any
     """Called before and after a pass (:class:`~kvkeep.contracts.hook.PassHook`)."""
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import ModelError, reason_of
-from kvkeep.files import abandoned, owner
-from kvkeep.private_files import make_folder
+from kvkeep.files.atomic import abandoned, owner
+from kvkeep.files.private import make_folder
 
 _PREFIX = ".scratch-"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvkeep.budget import size
 from kvkeep.errors import ModelError, ModelTooLarge
 from kvkeep.models.blocks import GROUP, KINDS, Kind
 from kvkeep.models.formats import Format, chosen_format
@@ -18,7 +19,6 @@ from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
 from kvkeep.native.room import address_space_left
-from kvkeep.units import size
 
 QUANTISED = {4: "Q4_1", 8: "Q8_0"}
 """The kinds of blocks that kvkeep makes, by bits."""

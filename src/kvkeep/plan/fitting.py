@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.budget import MIN_CHUNK
+from kvkeep.budget import MIN_CHUNK, size
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
@@ -16,7 +16,6 @@ from kvkeep.plugins import first_line
 from kvkeep.policies.methods import Method, names, resolve
 from kvkeep.policies.request import Request
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
-from kvkeep.units import size
 
 FIRST = ("full", "kv-direct")
 """The methods that a plan names first, and the only ones that :func:`choose` takes."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.memory.recent_pages import recent_pages_of
-from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
+from kvkeep.memory.pages import pages_of, recent_pages_of
+from kvkeep.memory.rows import BLOCK, ring_rows, up
 from kvkeep.policies.methods import Method
-from kvkeep.policies.recalls.everything import Everything
+from kvkeep.policies.recalls.unnamed import Everything
 from kvkeep.policies.request import PAGE
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.readers.draft import VOTERS
@@ -147,7 +147,7 @@ def _selected(
         if selector.divides:
             moving = max(moving, _divided(heads, max(arriving), size.tokens, layer, geometry))
         workspace = max(workspace, moving, store.workspace + reader.workspace)
-        stored = 0 if fate.merges or not fate.keeps else store.entries or sum(evicted)
+        stored = 0 if fate.stores.merges or not fate.stores.keeps else store.entries or sum(evicted)
     return replace(
         size,
         exact=exact,

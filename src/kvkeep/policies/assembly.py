@@ -10,8 +10,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.contracts.checkpoint import Checkpoint
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -108,7 +108,7 @@ def _check_places(method: Method, model: Any) -> None:
         return
     if (parts := processes(model)) > 1:
         why = None
-        if method.across_heads:
+        if method.selector.across_heads:
             why = f"'{method.name}' decides for KV heads together"
         elif method.recall.drafts:
             why = f"'{method.name}' chooses the length of its drafts by timing, which differs between processes"
@@ -207,7 +207,6 @@ class _Builder:
         self.request, self.model, self.geometry, self.meter = request, model, geometry, meter
         self.method, self.device = request.method, next(model.parameters()).device
         fate = self.method.store_fate
-        self.all_heads = processes(model) == 1
         self.spec = request.spec(geometry, self.device.type) if self.method.checkpoints else None
         # The ledger records ids and positions if entries are rebuilt from them.
         records = fate.records or self.method.recall.records
@@ -249,7 +248,6 @@ class _Builder:
             spec,
             meter=self.meter,
             page=self.request.page,
-            all_heads=self.all_heads,
         )
 
     def layer(

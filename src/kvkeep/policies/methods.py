@@ -18,8 +18,7 @@ from kvkeep.plugins import PARTS, each_plugin
 from kvkeep.policies.fates.checkpoint import Recorded
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.names import check_lab
-from kvkeep.policies.recalls.everything import Everything
-from kvkeep.policies.recalls.evicted import Evicted
+from kvkeep.policies.recalls.unnamed import Everything, Evicted
 from kvkeep.policies.registry import (
     FATES,
     FORMER,
@@ -81,7 +80,7 @@ class Method:
         """How evicted entries are stored, in a few words."""
         if not self.recall.backed:
             return self.fate.label
-        stored = self.store_fate.keeps or self.fate.makes_room
+        stored = self.store_fate.stores.keeps or self.fate.stores.makes_room
         return f"{self.fate.label} and checkpointed" if stored else "checkpointed"
 
     @property
@@ -107,9 +106,9 @@ class Method:
         return replace(self, selector=OldestFirst(), fate=Recorded("kv"), recall=Evicted())
 
     @property
-    def across_heads(self) -> bool:
-        """Whether the entries of one KV head depend on other heads."""
-        return any(part.across_heads for part in (self.selector, self.fate, self.recall))
+    def reads_all(self) -> bool:
+        """Whether every step attends to all entries of a checkpoint, so that the budget may be 0."""
+        return self.recall.backed and not self.recall.label
 
     @property
     def kind(self) -> str | None:
@@ -142,17 +141,17 @@ class Method:
         """The number of first entries that stay, where positions are places in the cache. None where positions are
         those of the text, whose length the model's positions then limit."""
         fate = self.store_fate
-        return self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed or self.recall.label))
+        return self.selector.sinks_in_cache(not (fate.stores.keeps or self.recall.backed or self.recall.label))
 
     def division(self, geometry: ModelGeometry, entries: int) -> Division:
         """Return how a budget of ``entries`` is divided. Raises BudgetError for too few."""
         tail, fate = self.recall.tail(entries), self.store_fate
         within = entries - tail
-        if self.recall.backed and within < 1 and not self.recall.reads_all:
+        if self.recall.backed and within < 1 and not self.reads_all:
             raise BudgetError(
                 f"A budget of {entries} entries leaves method '{self.name}' nothing to attend to; give a larger budget."
             )
-        (self.fate if self.recall.reads_all else fate).fits(self.name, geometry, within)
+        (self.fate if self.reads_all else fate).fits(self.name, geometry, within)
         resident, sinks = fate.resident(within), self.sinks
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
 
@@ -175,7 +174,7 @@ class Method:
             return "This method evicts nothing, so there is nothing to recall; leave the recall out."
         if self.recall.label and not self.recall.endless and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
-        if self.selector.divides and self.fate.makes_room:
+        if self.selector.divides and self.fate.stores.makes_room:
             return "This fate evicts nothing, so the selector has no entries to divide; use 'snapkv'."
         for part in (self.fate, self.recall):
             if (reason := part.refuses(self)) is not None:

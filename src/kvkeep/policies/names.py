@@ -6,8 +6,7 @@ import sys
 from collections.abc import Collection
 
 from kvkeep.errors import UsageError, unknown
-from kvkeep.extras import how
-from kvkeep.plugins import PARTS, points
+from kvkeep.plugins import PARTS, how, points
 
 STOCK = "stock"
 """The method that is transformers' cache, for comparisons."""
@@ -33,8 +32,8 @@ KV_LRU = "kv-lru"
 
 LAB = (
     "static", "paged", "h2o-fisher", "kvreviver-fisher", "duo-attention", "pages", "fetch-on-miss", KV_LRU, "quest",
-    "segments", "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published",
-    "attention-matching", "highest-attention", "epicache", "redecode", "kvpress",
+    "segments", "sketch-variants", "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published",
+    "kvslimmer-published", "attention-matching", "highest-attention", "epicache", "redecode", "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds."""
 

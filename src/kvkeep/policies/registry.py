@@ -25,7 +25,7 @@ from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
 from kvkeep.policies.recalls.blocks import PromisingBlocks
-from kvkeep.policies.recalls.evicted import Evicted
+from kvkeep.policies.recalls.unnamed import Evicted
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.adakv import AdaKV
 from kvkeep.policies.selectors.expected_attention import ExpectedAttention

@@ -64,7 +64,7 @@ class Request:
         else:
             spec = method or ("kv-direct" if budget is not None else "full")
         made = resolve(spec)
-        parsed = Budget.parse(budget)
+        parsed = None if budget is None else Budget.parse(budget)
         for name in ("capacity", "chunk", "context", "page", "batch"):
             number = given.get(name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -117,9 +117,8 @@ class Request:
             )
         exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
-        recall = self.method.recall
-        zero = self.method.fate.checkpoints and (not recall.backed or recall.reads_all)
-        waiting = recall.tail(sys.maxsize)
+        zero = self.method.fate.checkpoints and (not self.method.recall.backed or self.method.reads_all)
+        waiting = self.method.recall.tail(sys.maxsize)
         entries = self.budget.entries(
             geometry, context=self.context, batch=self.batch, chunk=least, zero=zero, waiting=waiting
         )

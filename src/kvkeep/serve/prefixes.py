@@ -133,7 +133,7 @@ def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequ
     if len(prompt) < MIN_PREFIX_TOKENS or [*ids[:MIN_PREFIX_TOKENS]] != prompt[:MIN_PREFIX_TOKENS]:
         return ()
     count = common_prefix(ids, prompt)
-    if cache.lacks(count):
+    if transfer.lacks(cache, count):
         return ()
     windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
     cuts = count == len(ids) or len(ids) < min(windows, default=len(ids) + 1)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from kvkeep.blocks.references import check_version
 from kvkeep.blocks.sessions import Session, StoredSession, check_savable
 from kvkeep.blocks.store import Store
+from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import (
@@ -36,7 +37,6 @@ from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
 from kvkeep.policies.request import Request
 from kvkeep.serve.session import Name, OpenSession, State
-from kvkeep.units import size
 
 log = logging.getLogger(__name__)
 

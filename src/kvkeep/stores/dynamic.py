@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -233,3 +234,27 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         if state:
             self.update(state["keys"], state["values"])
             self.cumulative_length = length
+
+
+@dataclass
+class WindowState:
+    """A layer with a sliding window, and the window's state at the time of the copy. Tokens that are read and then
+    removed must not move the window."""
+
+    layer: SlidingLayer
+    keys: Tensor
+    values: Tensor
+    length: int
+    recorded: bool
+
+    def restore(self) -> None:
+        """Restore this state in the layer."""
+        self.layer.keys, self.layer.values = self.keys, self.values
+        self.layer.cumulative_length, self.layer.record_past = self.length, self.recorded
+
+
+def noted(layers: Sequence[SlidingLayer]) -> list[WindowState]:
+    """Return the present states of layers."""
+    return [
+        WindowState(layer, layer.keys, layer.values, layer.cumulative_length, layer.record_past) for layer in layers
+    ]

@@ -1,7 +1,7 @@
 """The cache layer: resident entries, a store of evicted ones, and a reader that computes attention.
 
 transformers passes new keys and values to a layer (:meth:`Layer.update`) and then asks for attention
-(:meth:`Layer.attend`). The new entries are pending until attention has run. Then the layer settles them: it adds them
+(:meth:`Reader.attend`). The new entries are pending until attention has run. Then the layer settles them: it adds them
 to the resident entries, which evicts others into the store. A single new entry is settled before attention, which reads
 it in place; if its step can be planned (:meth:`Layer.plan`), an executor runs it.
 """
@@ -18,9 +18,9 @@ from transformers.cache_utils import CacheLayerMixin
 from kvkeep.attention import Segment
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import Beginning, EntryState, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.memory.extent import Extent, ShapeError
@@ -68,13 +68,9 @@ class Layer(CacheLayerMixin):
         self.pending = writable(keys).flatten(0, 1), writable(values).flatten(0, 1)
         self.reader.arrive(self, *self.pending)
 
-    def attend(self, step: AttentionInputs) -> Tensor:
-        """Return the reader's attention over past and new entries, (lanes, heads, queries, value_dim)."""
-        return self.reader.attend(self, step)
-
     def plan(self) -> LayerStep | None:
         """Return the step of the next token of one row without padding. None: the token goes through :meth:`take` and
-        :meth:`attend`."""
+        its reader's ``attend``."""
         return self.reader.plan(self) if self.heads and self.pending is None else None
 
     def commit(self) -> None:
@@ -143,38 +139,18 @@ class Layer(CacheLayerMixin):
         """Slots received, including those that wait for the round's decision."""
         return self.length + self.reader.waiting
 
-    @property
-    def pending_bytes(self) -> int:
-        return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
-
     # -- what attention sees --------------------------------------------------------------------------
 
     def segment(self, piece: Piece, step: AttentionInputs, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
-        """Return a piece of the past as a segment, masked by padding and holes. wide: the caller's mask over all slots,
+        """Return a piece of the past as a segment, masked by padding and gaps. wide: the caller's mask over all slots,
         (lanes, 1, queries, slots). keep: (lanes, slots) bool, the wanted slots of the piece."""
         keys, values = step.expanded(piece.keys, piece.values)
-        mask = self._seen(piece, wide)
+        mask = _seen(piece, self.ledger.visible_by(self.heads) if wide is None else wide)
         if keep is not None:
             mask = _both(mask, _slots_of(piece, keep)[:, None, None])
         if piece.extra is not None:
             mask = _weighted(mask, piece.extra, piece.keys.shape[2], step.query.dtype)
         return Segment(keys, values, mask, lanes=piece.lanes, formed=piece.formed)
-
-    def _seen(self, piece: Piece, wide: Tensor | None) -> Tensor | None:
-        """Return which queries see the entries of a piece, (lanes, 1, queries or 1, n), or None for all."""
-        visible = self.ledger.visible_by(self.heads) if wide is None else wide
-        if piece.slots is None:
-            return None if visible is None else visible[..., piece.first : piece.first + piece.keys.shape[2]]
-        slots = piece.slots
-        tail = piece.keys.shape[2] - slots.shape[1]  # entries after it, which all queries see
-        mask = slots[:, None, None] >= 0 if piece.holes else None
-        if visible is not None:
-            visible = visible if piece.lanes is None else visible[piece.lanes]
-            index = slots.clamp(min=0)[:, None, None].long().expand(-1, -1, visible.shape[2], -1)
-            mask = _both(visible.gather(3, index), mask)
-        if mask is None or not tail:
-            return mask
-        return torch.nn.functional.pad(mask, (0, tail), value=mask.dtype == torch.bool)
 
     def everything(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of all slots in order, (lanes, slots, dim) each, exact if the method is."""
@@ -221,13 +197,10 @@ class Layer(CacheLayerMixin):
     def select(self, index: Tensor) -> None:
         if not self.heads:
             return
-        lanes = self.lanes_of(index)
+        lanes = lanes_of(index, self.heads)
         self.reader.select(self, lanes)
         self.resident.select(lanes)
         self.evicted.select(lanes)
-
-    def lanes_of(self, index: Tensor) -> Tensor:
-        return (index[:, None] * self.heads + torch.arange(self.heads, device=index.device)).flatten()
 
     # -- what it holds ------------------------------------------------------------------------------
 
@@ -282,6 +255,28 @@ class Layer(CacheLayerMixin):
         resident = self.resident.resident_slots(unmerged=True)[:, :length].cpu()
         codes[:, : resident.shape[1]].masked_fill_(resident, EntryState.RESIDENT)
         return codes.unflatten(0, (batch, -1))
+
+
+def lanes_of(index: Tensor, heads: int) -> Tensor:
+    """Return the lanes of the rows of ``index`` (rows,), in order: (rows * ``heads``,)."""
+    return (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
+
+
+def _seen(piece: Piece, visible: Tensor | None) -> Tensor | None:
+    """Return which queries see the entries of a piece, (lanes, 1, queries or 1, n), or None for all. visible: which
+    slots they see, (lanes, 1, queries or 1, slots); None: all."""
+    if piece.slots is None:
+        return None if visible is None else visible[..., piece.first : piece.first + piece.keys.shape[2]]
+    slots = piece.slots
+    tail = piece.keys.shape[2] - slots.shape[1]  # entries after it, which all queries see
+    mask = slots[:, None, None] >= 0 if piece.gaps else None
+    if visible is not None:
+        visible = visible if piece.lanes is None else visible[piece.lanes]
+        index = slots.clamp(min=0)[:, None, None].long().expand(-1, -1, visible.shape[2], -1)
+        mask = _both(visible.gather(3, index), mask)
+    if mask is None or not tail:
+        return mask
+    return torch.nn.functional.pad(mask, (0, tail), value=mask.dtype == torch.bool)
 
 
 def _both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -14,13 +14,13 @@ from conftest import tokenizer
 from families import tiny
 
 from kvkeep import Conversation, KeepCache, KvkeepError, UsageError, generate
+from kvkeep.budget import size
 from kvkeep.cli.chat import answering, commands
 from kvkeep.cli.chat.answering import status
 from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
 from kvkeep.cli.chat.state import Chat, Saver
 from kvkeep.stock import STOCK, new_cache
-from kvkeep.units import size
 
 PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
 

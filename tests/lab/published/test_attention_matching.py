@@ -11,11 +11,18 @@ import pytest
 import torch
 from families import tiny
 from helpers import assert_near, bounded, prompt, slots_of, step
-from kvkeep_lab.published.attention_matching import BOUNDS, STEPS, AttentionMatching, Matched, least_squares, matched
+from kvkeep_lab.published.attention_matching import (
+    BOUNDS,
+    STEPS,
+    AttentionMatching,
+    Matched,
+    TextAndQueries,
+    least_squares,
+    matched,
+)
 from kvkeep_lab.published.highest_attention import HighestAttention
 
 from kvkeep import KeepCache, UnsupportedModelError, UsageError
-from kvkeep.contracts.store import SecondReading
 
 
 def test_entries_that_are_alike_become_one_with_their_count_and_mean_value() -> None:
@@ -94,7 +101,7 @@ def test_attention_of_the_queries_comes_nearer_to_that_of_the_text(rows: int, mo
     errors: list[tuple[float, float]] = []
     fit = Matched.fit
 
-    def error(text: SecondReading, resident: Any, lane: int) -> float:
+    def error(text: TextAndQueries, resident: Any, lane: int) -> float:
         (bank,) = resident.banks
         queries = text.queries[lane] * text.scaling
         output = (queries @ text.keys[lane].T).softmax(1) @ text.values[lane]
@@ -102,7 +109,7 @@ def test_attention_of_the_queries_comes_nearer_to_that_of_the_text(rows: int, mo
         ours = (queries @ bank.keys[lane].T + bias).softmax(1) @ bank.values[lane]
         return float((ours - output).square().mean())
 
-    def fitted(self: Matched, text: SecondReading, resident: Any) -> None:
+    def fitted(self: Matched, text: TextAndQueries, resident: Any) -> None:
         before = [error(text, resident, lane) for lane in range(len(text.keys))]
         fit(self, text, resident)
         errors.extend(zip(before, (error(text, resident, lane) for lane in range(len(text.keys))), strict=True))

@@ -110,7 +110,7 @@ def test_budgets_of_heads_follow_the_score_file(tmp_path: Path) -> None:
     step("llama", cache, prompt(1, 120))
     entries = sum(layer.resident.resident_slots().sum().item() for layer in cache.layers)
     assert entries == sum(map(sum, cache.budgets)) <= 40 * 8
-    assert cache.resident_bytes() == entries * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
+    assert cache.memory().resident_bytes == entries * 2 * 8 * 4  # 8 float32 each: nothing is masked away
 
 
 @pytest.mark.parametrize(

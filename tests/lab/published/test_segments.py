@@ -9,7 +9,7 @@ from kvkeep_lab.published.segments import Promising
 
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.evicted.groups import GROUP, Groups
+from kvkeep.stores.evicted.groups import GROUP, NewestGroups
 
 NOBODY: Any = None
 
@@ -19,7 +19,7 @@ def test_the_most_promising_segments_are_those_with_the_highest_bound() -> None:
     generator, lanes, count = torch.Generator().manual_seed(0), 3, 20
     keys, values = (torch.randn(lanes, count * GROUP, 6, generator=generator) for _ in range(2))
     slots = torch.arange(count * GROUP, dtype=torch.int32).expand(lanes, -1)
-    store = Groups(None, Promising(4, Meter()))
+    store = NewestGroups(None, Promising(4, Meter()))
     store.take(EvictedEntries(keys, values, slots), NOBODY)
     query = torch.randn(lanes, 2, 3, 6, generator=generator)
     (piece,) = store.pieces(query, NOBODY, count * GROUP)

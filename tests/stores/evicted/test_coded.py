@@ -85,7 +85,7 @@ def test_products_are_those_of_what_they_stand_for(bits: int, dim: int) -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bits", BITS)
 def test_attention_over_codes_and_numbers_together(queries: int, groups: int, bits: int) -> None:
-    """Few queries multiply codes, many have them written out; with holes, beside a plain segment. Codes are weighed,
+    """Few queries multiply codes, many have them written out; with gaps, beside a plain segment. Codes are weighed,
     too, as numbers are."""
     coded_keys, coded_values, *_ = coded(groups, bits)
     torch.manual_seed(queries)

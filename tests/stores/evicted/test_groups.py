@@ -36,9 +36,9 @@ class Plain(Codec):
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
         return [keys, values]
 
-    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Any:
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, gaps: bool) -> Any:
         keys, values = (part.flatten(1, 2)[:, None] for part in parts)
-        yield Piece(keys, values, slots.flatten(1), holes=holes)
+        yield Piece(keys, values, slots.flatten(1), gaps=gaps)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -64,14 +64,14 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
         assert store.states(rows, total).tolist() == [expected] * rows
         for piece in store.pieces(torch.empty(0), NOBODY, total):
             there = piece.slots >= 0
-            assert there.all() or piece.holes
+            assert there.all() or piece.gaps
             assert torch.equal(piece.keys[:, 0, :, 0][there].int(), piece.slots[there])
             assert torch.equal(piece.values, -piece.keys)
 
     assert_held(groups, states, lanes)
     again = NewestGroups(room, Plain())
     again.restore({name: tensor.clone() for name, tensor in groups.state().items()})
-    assert (again.count, again.gaps, again.written, again.holes) == (groups.count, False, written, False)
+    assert (again.count, again.waiting_gaps, again.written, again.gaps) == (groups.count, False, written, False)
     groups.truncate(cut, NOBODY)
     assert_held(groups, [state * (slot < cut) for slot, state in enumerate(states)], lanes)
     again.select(torch.tensor([1, 0, 1, 2]))
@@ -116,7 +116,7 @@ def test_lanes_of_planned_steps_may_evict_different_numbers(seed: int, first: li
     def left(counts: list[int], slots: Tensor) -> EvictedEntries:
         there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
         keys, values = (numbers(*there.shape) * there[..., None] for _ in "kv")
-        return EvictedEntries(keys, values, torch.where(there, slots.int(), -1), holes=bool((~there).any()))
+        return EvictedEntries(keys, values, torch.where(there, slots.int(), -1), gaps=bool((~there).any()))
 
     if max(first):
         entries = left(first, torch.arange(max(first)))

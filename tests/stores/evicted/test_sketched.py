@@ -8,13 +8,14 @@ import pytest
 import torch
 from families import tiny
 from helpers import bounded, padded, prompt, step
+from kvkeep_lab.published.sketch_variants import SketchVariants
 from single import attended, layer_of
 from torch import Tensor
 
 from kvkeep import EntryState, KeepCache
 from kvkeep.contracts.entries import EvictedEntries
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.selector import Selector
-from kvkeep.contracts.site import Site
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.tova import Tova
@@ -26,10 +27,15 @@ HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
 
 
 def sketched(selector: Selector, heads: int, keys: str = "unsigned", rate: float = SWAP) -> Layer:
-    def store(site: Site) -> Sketched:
-        return Sketched(Hashed(site.ledger, 3), SLOTS, "plain", "median", keys, rate, site.meter, True)
+    fate = SketchVariants(swap=SWAP, keys=keys) if keys == "averaged" else Sketch(swap=SWAP)
 
-    return layer_of(selector, Sketch(swap=SWAP, keys=keys), heads, DIM, EXACT, store)
+    def store(site: Site) -> Sketched:
+        made = fate.store(site, Hashed(site.ledger))
+        assert isinstance(made, Sketched)
+        made.size, made.swap_at = SLOTS, rate
+        return made
+
+    return layer_of(selector, fate, heads, DIM, EXACT, store)
 
 
 class Reviver:
@@ -113,10 +119,10 @@ def test_it_does_what_the_pseudocode_does(seed: int, keys: str, rate: float) -> 
         assert (codes == EntryState.SKETCHED).nonzero().flatten().tolist() == sorted(lane.vague)
 
 
-@pytest.mark.parametrize("estimate", ["estimate=plain", "estimate=shrunk", "keys=averaged"])
+@pytest.mark.parametrize("estimate", ["sketch:", "sketch-variants:estimate=shrunk,", "sketch-variants:keys=averaged,"])
 @pytest.mark.parametrize("vague", [0.1, 0.3, 0.5])
 def test_exact_entries_and_sketch_share_the_budget(estimate: str, vague: float) -> None:
-    cache = KeepCache(tiny("llama"), f"h2o+sketch:vague={vague},{estimate}", 60, chunk=20)
+    cache = KeepCache(tiny("llama"), f"h2o+{estimate}vague={vague}", 60, chunk=20)
     step("llama", cache, prompt(2, 150))
     memory, whole = cache.memory(), 2 * 60 * cache.geometry.kv_bytes_per_token
     assert 0.9 * whole < memory.resident_bytes + memory.compressed_bytes <= whole
@@ -124,7 +130,9 @@ def test_exact_entries_and_sketch_share_the_budget(estimate: str, vague: float) 
     assert memory.peak_cache_bytes <= whole + 2 * 20 * cache.geometry.kv_bytes_per_token // 4
 
 
-@pytest.mark.parametrize("method", ["random+sketch", "random+sketch:keys=averaged", "random+sketch:estimate=shrunk"])
+@pytest.mark.parametrize(
+    "method", ["random+sketch", "random+sketch-variants:keys=averaged", "random+sketch-variants:estimate=shrunk"]
+)
 def test_a_rollback_takes_estimates_out_and_answers_with_no_forgotten_slot(method: str) -> None:
     """ "random" lets new entries leave at once. What is deleted is what attention saw, in every slot it had."""
     cache, ids = KeepCache(tiny("llama"), method, 16, chunk=16), prompt(2, 40)

@@ -158,13 +158,13 @@ def test_what_attention_reads_is_near_to_what_was_taken() -> None:
 def test_a_tier_knows_of_its_own_holes() -> None:
     """Attention asks for a mask only where some places are empty."""
     tiers, _ = filled(9000, [300, 1, 1])
-    assert len([tier for tier in tiers.tiers if tier.groups]) > 1 and not any(tier.holes for tier in tiers.tiers)
+    assert len([tier for tier in tiers.tiers if tier.groups]) > 1 and not any(tier.gaps for tier in tiers.tiers)
     rows = torch.zeros(LANES, GROUP, DIM)
     slots = torch.full((LANES, GROUP), -1, dtype=torch.int32)
     tiers.take(EvictedEntries(rows, rows, slots, torch.zeros(LANES, GROUP)), NOBODY)
     *coded, waiting = pieces(tiers)
-    assert waiting.holes and any(piece.holes for piece in coded)
-    assert all(piece.holes == bool((piece.slots < 0).any()) for piece in coded)
+    assert waiting.gaps and any(piece.gaps for piece in coded)
+    assert all(piece.gaps == bool((piece.slots < 0).any()) for piece in coded)
 
 
 # -- in a cache -------------------------------------------------------------------------------------------

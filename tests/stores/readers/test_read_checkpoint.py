@@ -78,4 +78,4 @@ def test_a_budget_of_nothing_and_rows_with_padding() -> None:
     for budget in (0, BUDGET):
         cache = KeepCache(tiny("llama"), "tova+checkpoint:kv", budget, chunk=7)
         assert_near(read("llama", cache, ids, mask, 10), expected("llama", ids, mask)[:, -11:])
-        assert (cache.resident_bytes() == 0) == (budget == 0)
+        assert (cache.memory().resident_bytes == 0) == (budget == 0)

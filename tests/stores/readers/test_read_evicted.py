@@ -17,7 +17,7 @@ from kvkeep import KeepCache
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.policies.registry import FATES, SELECTORS
 
@@ -53,7 +53,7 @@ class Hoarding(EvictedStore):
         for part in (slice(0, middle), slice(middle, None)) if self.held else ():
             keys, values, slots, _ = (rows[:, part] for rows in self.held)
             if slots.shape[1]:
-                yield Piece(keys[:, None], values[:, None], slots, holes=True)
+                yield Piece(keys[:, None], values[:, None], slots, gaps=True)
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: Any) -> None:
         if weights:

@@ -125,7 +125,7 @@ def test_a_text_longer_than_the_positions_stays_within_the_budget() -> None:
             assert model(part, cache=cache).logits.isfinite().all()
             states = cache.entry_states()
             assert all(int((layer == 1).sum(-1).max()) <= 32 for layer in states)
-            held.add(cache.resident_bytes())
+            held.add(cache.memory().resident_bytes)
     assert len(held) == 1
     assert cache.exactness == Exactness.REVERSIBLE and "exact up to 64 tokens" in cache.describe()[0].note
 

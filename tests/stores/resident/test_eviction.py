@@ -8,9 +8,9 @@ from cases import new_cache
 from helpers import bounded, padded, prompt, step
 from torch import Tensor
 
+from kvkeep.passes.stream import CacheStream
 from kvkeep.step import native
 from kvkeep.step.native import entries, steps
-from kvkeep.stream import CacheStream
 
 NAMES = ("window", "h2o", "snapkv", "knorm", "random", "lru", "kvreviver", "h2o+merge", "pyramidkv")
 

@@ -90,7 +90,7 @@ def test_rows_of_a_batch_break_ties_alike() -> None:
     ids = prompt(1, 60)
     others = torch.cat([ids, prompt(1, 60, seed=8), ids])
     shrunk = "estimate=shrunk,by=mean,keys=signed"
-    for spec in ("tova+sketch:swap=1", f"tova+sketch:swap=1,{shrunk}", "snapkv:window=4+sketch:swap=1"):
+    for spec in ("tova+sketch:swap=1", f"tova+sketch-variants:swap=1,{shrunk}", "snapkv:window=4+sketch:swap=1"):
         cache = KeepCache(tiny("llama"), spec, 24, chunk=16)
         for low, high in ((0, 48), *((at, at + 1) for at in range(48, 60))):
             step("llama", cache, others[:, low:high])
@@ -128,14 +128,14 @@ def test_rows_allocate_what_they_need(name: str) -> None:
     budgets = [own for (own,) in cache.budgets or ()]
     sinks = 3 * 2 * 8 * 4 * len(budgets) if name == "streaming-llm" else 0  # as they came, of the long row alone
     both = sum(min(own, 384) + min(own, 128) for own in budgets) * entry
-    assert both <= cache.resident_bytes() <= both + 2 * sinks
+    assert both <= cache.memory().resident_bytes <= both + 2 * sinks
     if name == "pyramidkv":
         assert budgets == sorted(budgets, reverse=True) and budgets[0] > 256 > budgets[-1]
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert both <= cache.resident_bytes() <= both + 2 * sinks
+    assert both <= cache.memory().resident_bytes <= both + 2 * sinks
     cache.batch_select_indices(torch.tensor([0]))  # the short row
     short = sum(min(own, 128) for own in budgets) * entry
-    assert short <= cache.resident_bytes() <= short + 2 * sinks
+    assert short <= cache.memory().resident_bytes <= short + 2 * sinks
     step("llama", cache, ids[:1, :1], torch.cat([mask[1:], mask.new_ones(1, 1)], 1))
     for layer, own in zip(bounded(cache), budgets, strict=True):
         assert [len(slots) for slots in slots_of(layer)] == [min(own, 21)] * 2
@@ -214,7 +214,7 @@ def test_what_a_division_evicts_is_stored() -> None:
     states = torch.stack(cache.entry_states())
     stored = (states == EntryState.QUANTISED) | (states == EntryState.RESIDENT)
     assert stored.float().mean() > 0.7  # a lane that evicts less than another leaves places of a group empty
-    held = sum(layer.resident_bytes for layer in bounded(cache)) + cache.compressed_bytes()
+    held = sum(layer.resident_bytes for layer in bounded(cache)) + cache.memory().compressed_bytes
     assert held <= 120 * cache.geometry.full_bytes_per_token
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 from dataclasses import replace
 
+from kvkeep.budget import size
 from kvkeep.cli.output import note
 from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.defaults import MEMORY_SHARE, default_cache, default_memory
@@ -15,7 +16,6 @@ from kvkeep.cli.startup import fetch_model
 from kvkeep.models.loading import describe
 from kvkeep.models.weight_memory import free_memory
 from kvkeep.native.library import trim_memory
-from kvkeep.units import size
 from kvkeep_cluster import replicas
 from kvkeep_cluster.replicas import Scale
 from kvkeep_cluster.service import ClusterService

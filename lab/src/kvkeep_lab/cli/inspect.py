@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvkeep.budget import size
 from kvkeep.cli import options
 from kvkeep.cli.output import interruptible, note, print_json, reading, write
 from kvkeep.cli.startup import fetch_model
 from kvkeep.errors import Interrupted, UsageError
-from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep_lab.inspection import Inspection

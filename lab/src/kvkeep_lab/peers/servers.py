@@ -20,10 +20,10 @@ from typing import IO, ClassVar
 import torch
 
 from kvkeep.errors import KvkeepError, UsageError, reason_of, unknown
-from kvkeep.memory.process import process_memory_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
 from kvkeep_lab.peers.engines import LlamaCpp, PeerEngine, Vllm, file_of, written
+from kvkeep_lab.process_rollup import process_memory_of
 
 START_S = 300.0
 """Maximum seconds for a server to start."""

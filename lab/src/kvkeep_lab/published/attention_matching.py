@@ -16,15 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.hook import ReadingHook
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Site
-from kvkeep.contracts.store import EvictedStore, SecondReading
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.ledger import Ledger
@@ -38,6 +40,85 @@ BOUNDS = math.exp(-3), math.exp(3)
 """The smallest and the largest weight of an entry."""
 STEPS = 2
 """Steps of projected gradient descent."""
+
+
+class TextAndQueries(NamedTuple):
+    """A whole text of one layer, and queries of its second reading."""
+
+    keys: Tensor
+    """(lanes, slots, key_dim), as cached."""
+    values: Tensor
+    """(lanes, slots, value_dim), as cached."""
+    real: Tensor | None
+    """(lanes, slots) bool, False for padding; None: no padding."""
+    queries: Tensor
+    """(lanes, n, key_dim), of all heads that share the lane, rotated to positions after the text."""
+    valid: Tensor
+    """(lanes, n) bool, False for queries of padding."""
+    scaling: float
+    """The factor of products of queries with keys."""
+
+
+class ReferenceQueries(ReadingHook):
+    """Keeps about ``limit`` queries of each KV head of one layer, of a reading of ``tokens`` tokens."""
+
+    def __init__(self, limit: int, tokens: int) -> None:
+        self.limit, self.tokens, self.scaling = limit, tokens, 1.0
+        self.queries: list[Tensor] = []
+        """Of each pass (lanes, heads * n, key_dim)."""
+        self.valid: list[Tensor] = []
+        """Of each pass (lanes, heads * n) bool, False for padding."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return [*self.queries, *self.valid]
+
+    def attended(self, layer: Any, step: AttentionInputs) -> None:
+        stride = max(1, -(-self.tokens * step.query.shape[1] // self.limit))
+        none = torch.zeros(step.query.shape[:3], device=step.query.device)
+        real = layer.ledger.unpadded(none, layer.heads) == 0
+        self.queries.append(step.query[:, :, ::stride].flatten(1, 2).clone())
+        self.valid.append(real[:, :, ::stride].flatten(1))
+        self.scaling = step.scaling
+
+    def chosen(self, source: Any, target: Any) -> None:
+        """Let the store fit the entries of ``target``, which uses the queries up."""
+        keys, values = source.everything()
+        visible = source.ledger.visible_by(source.heads)
+        real = None if visible is None else visible[:, 0, 0, : keys.shape[1]]
+        queries, valid = torch.cat(self.queries, 1), torch.cat(self.valid, 1)
+        self.queries, self.valid = [], []
+        with target.evicted.meter.holding(keys, values):
+            target.evicted.fit(TextAndQueries(keys, values, real, queries, valid, self.scaling), target.resident)
+
+
+class Matched(EvictedStore):
+    """Holds no entries. A fitted entry stands for the whole text: a rollback into the text removes it."""
+
+    keeps = False
+    merges = True
+
+    def __init__(self, ledger: Ledger, meter: Meter, ridge: float) -> None:
+        self.ledger, self.meter, self.ridge = ledger, meter, ridge
+
+    def fit(self, text: TextAndQueries, resident: WorkingSet) -> None:
+        """Change the resident entries so that attention to them is like attention to the whole text."""
+        with self.meter.merging():
+            for bank in resident.banks:
+                extra, newest = bank.counted()
+                lanes = range(len(bank.slots)) if bank.lanes is None else bank.lanes.tolist()
+                for number, lane in enumerate(lanes):
+                    columns = (bank.slots[number] >= 0).nonzero().flatten()
+                    if not (len(columns) and bool(text.valid[lane].any())):
+                        continue
+                    scores, values, chosen = _of_lane(text, lane, bank.slots[number, columns].long())
+                    weights, fitted = matched(scores, values, chosen, self.ridge)
+                    bank.values[number, columns] = fitted.to(bank.values.dtype)
+                    extra[number, columns] = weights - 1
+                    newest[number, columns] = text.keys.shape[1] - 1
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        return merged_states(self.ledger, lanes, length)
 
 
 @dataclass(frozen=True)
@@ -57,9 +138,7 @@ class AttentionMatching(Fate):
     label: ClassVar[str] = "matched"
     source: ClassVar[str] = "arXiv:2602.16284"
     papers: ClassVar[Sequence[Paper]] = (ATTENTION_MATCHING,)
-    keeps: ClassVar[bool] = False
-    merges: ClassVar[bool] = True
-    predictable: ClassVar[bool] = False
+    stores: ClassVar[type[EvictedStore]] = Matched
 
     def __post_init__(self) -> None:
         if self.queries < 1:
@@ -68,10 +147,6 @@ class AttentionMatching(Fate):
             )
         if not self.ridge >= 0:
             raise UsageError(f"The 'ridge' of attention-matching is 0 or more, not {self.ridge:g}.")
-
-    @property
-    def reference_queries(self) -> int:
-        return self.queries
 
     def refuses(self, method: Any) -> str | None:
         if method.selector.reconstruction is None:
@@ -90,36 +165,11 @@ class AttentionMatching(Fate):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Matched(site.ledger, site.meter, self.ridge)
 
-
-class Matched(EvictedStore):
-    """Holds no entries. A fitted entry stands for the whole text: a rollback into the text removes it."""
-
-    keeps = False
-    merges = True
-
-    def __init__(self, ledger: Ledger, meter: Meter, ridge: float) -> None:
-        self.ledger, self.meter, self.ridge = ledger, meter, ridge
-
-    def fit(self, text: SecondReading, resident: WorkingSet) -> None:
-        with self.meter.merging():
-            for bank in resident.banks:
-                extra, newest = bank.counted()
-                lanes = range(len(bank.slots)) if bank.lanes is None else bank.lanes.tolist()
-                for number, lane in enumerate(lanes):
-                    columns = (bank.slots[number] >= 0).nonzero().flatten()
-                    if not (len(columns) and bool(text.valid[lane].any())):
-                        continue
-                    scores, values, chosen = _of_lane(text, lane, bank.slots[number, columns].long())
-                    weights, fitted = matched(scores, values, chosen, self.ridge)
-                    bank.values[number, columns] = fitted.to(bank.values.dtype)
-                    extra[number, columns] = weights - 1
-                    newest[number, columns] = text.keys.shape[1] - 1
-
-    def states(self, lanes: int, length: int) -> Tensor:
-        return merged_states(self.ledger, lanes, length)
+    def reading_hook(self, tokens: int) -> ReadingHook:
+        return ReferenceQueries(self.queries, tokens)
 
 
-def _of_lane(text: SecondReading, lane: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_lane(text: TextAndQueries, lane: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of a lane's queries, (n, entries) float32, the values (entries, value_dim) float32, and the
     places of ``slots`` among the entries, without padding."""
     keys, values = text.keys[lane].float(), text.values[lane].float()

@@ -7,6 +7,7 @@ The cache has to keep every entry in a checkpoint, resident or not (``kv-lru``, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.memory.inference import outside_inference_mode
+from kvkeep.models.sharded import processes
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed
 from kvkeep.stores.resident.selected import Selected
@@ -42,17 +45,23 @@ def recall(cache: Any, positions: Sequence[int], limit: int = 64) -> int:
     length, slots = cache.get_seq_length(), list(dict.fromkeys(positions))
     if limit < 0 or any(not 0 <= slot < length for slot in slots):
         raise UsageError(f"recall() takes slots from 0 to {length - 1} and a limit of at least 0.")
-    if cache.checkpoint is None or not cache.checkpoint.picks:
+    if cache.spec is None or not picks(cache.spec, cache.model):
         raise UsageError(f"Checkpoint kind '{cache.spec}' cannot bring back single entries; 'kv' and 'residual' can.")
     chosen = torch.tensor(slots, dtype=torch.int64, device=cache.made.device)
     return sum(_recalled(layer, chosen, limit) for layer in layers)
+
+
+def picks(spec: CheckpointSpec, model: Any) -> bool:
+    """Return whether a checkpoint can return single entries: one of entries, or of the residuals of every layer where
+    this process has all heads."""
+    return spec.kind == "kv" or (spec.kind == "residual" and spec.stride == 1 and processes(model) == 1)
 
 
 def _backed(cache: Any) -> list[Layer]:
     cache.compress()
     cache.stream.roll_back()
     fate = cache.method.store_fate
-    if not cache.method.recall.backed or fate.keeps or fate.makes_room:
+    if not cache.method.recall.backed or fate.stores.keeps or fate.stores.makes_room:
         raise UsageError(
             f"Method '{cache.method.name}' does not keep all its entries in checkpoints alone, so they cannot be "
             "evicted and recalled by hand; use 'kv-lru'."
@@ -67,7 +76,7 @@ def _recalled(layer: Layer, slots: Tensor, limit: int) -> int:
     if not layer.length or not len(slots):
         return 0
     wanted = away(layer)[:, slots]
-    wanted &= wanted.cumsum(1) <= min(limit, layer.resident.least_columns)
+    wanted &= wanted.cumsum(1) <= min(limit, layer.resident.banks.least_columns)
     chosen = compact(wanted)
     if chosen.shape[1]:
         bring(layer, slots[chosen.clamp(min=0)].masked_fill(chosen < 0, -1))
@@ -82,7 +91,7 @@ def evict_lowest(resident: Selected, count: int) -> None:
         place = torch.arange(bank.columns, device=leaving.device) < empty + count
         gone = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
         bank.slots.masked_fill_(gone, -1)
-        bank.count_vacant()
+        bank.count_gaps()
 
 
 def away(layer: Layer) -> Tensor:
@@ -104,13 +113,35 @@ def picked(reader: Backed, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values (lanes, n, dim) of ``slots`` (lanes, n); zeros where a slot is -1."""
     there = slots >= 0
     lane, _ = there.nonzero(as_tuple=True)
-    found = reader.checkpoint.pick(reader.index, lane, slots[there])
+    checkpoint = reader.checkpoint
+    pick = checkpoint.pick if checkpoint.copies else partial(_projected, checkpoint)
+    found = pick(reader.index, lane, slots[there])
     if len(lane) == slots.numel():
         return found[0].view(*slots.shape, -1), found[1].view(*slots.shape, -1)
     filled = tuple(part.new_zeros(*slots.shape, part.shape[-1]) for part in found)
     for rows, part in zip(filled, found, strict=True):
         rows[there] = part
     return filled[0], filled[1]
+
+
+def _projected(checkpoint: Any, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Return single entries, as :meth:`~kvkeep.contracts.checkpoint.Checkpoint.pick`, of the residuals of every layer.
+    The slots are projected once for all lanes, a page at a time; then those of each lane are picked."""
+    union, place = slot.unique(return_inverse=True)
+    ledger, rows = checkpoint.ledger, dict(checkpoint.stores()).get(f"residual.{layer}")
+    by_row = torch.arange(ledger.batch, device=slot.device)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for page_slots in union.split(checkpoint.page):
+        ids, positions = (part.view()[:, page_slots].squeeze(-1) for part in (ledger.ids, ledger.positions))
+        if rows is None:
+            hidden = checkpoint.adapter.embed(ids, positions)
+        else:
+            picked = rows.pick(by_row.repeat_interleave(len(page_slots)), page_slots.repeat(len(by_row)))
+            hidden = picked.unflatten(0, (-1, len(page_slots))).to(slot.device)
+        parts.append(checkpoint.adapter.project(layer, hidden, positions))
+    keys, values = (torch.cat(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))
+    with checkpoint.meter.holding(keys, values):
+        return keys[lane, place], values[lane, place]
 
 
 def halves(resident: Selected, limit: int) -> Tensor:

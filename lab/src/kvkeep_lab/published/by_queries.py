@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, fits, within
 from kvkeep.models.adapter import Adapter
@@ -138,7 +138,7 @@ class NeighboursByQueries(Neighbours):
     """A fate that merges the least attended neighbours by the attention of the last queries. Each subclass has its
     file: a frozen dataclass with :meth:`clues` and :meth:`share`."""
 
-    merging: ClassVar[type[MergeNeighbours]] = MergeByQueries
+    stores: ClassVar[type[MergeNeighbours]] = MergeByQueries
 
     @abstractmethod
     def clues(self, queries: Queries) -> Tensor:

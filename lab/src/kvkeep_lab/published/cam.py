@@ -13,8 +13,8 @@ import torch
 
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -23,47 +23,7 @@ from kvkeep.policies.papers import Paper
 from kvkeep.policies.selectors.random import check_seed, sampled
 from kvkeep.stores.resident.banks import Bank
 from kvkeep_lab.published.papers import CAM
-
-
-@dataclass(frozen=True)
-class Cam(Fate):
-    """While decoding, the value of an evicted entry is added, divided by ``into``, to the ``into`` entries after it,
-    with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it. Keys
-    and counts do not change, and entries evicted during a prompt are dropped. The random numbers depend only on
-    ``seed``, layer, head and slot."""
-
-    into: int = 32
-    """Number of entries that the value is added to."""
-    seed: int = 0
-    """Seed of the samples, an integer of 24 bits."""
-
-    label: ClassVar[str] = "merged (values only, at random)"
-    source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
-    papers: ClassVar[Sequence[Paper]] = (CAM,)
-    across_heads: ClassVar[bool] = True  # samples depend on the number of the head
-    merges: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.into < 1:
-            raise UsageError(f"Fate 'cam' adds a value to at least 1 entry, not {self.into}.")
-        check_seed(self.seed)
-
-    def refuses(self, method: Any) -> str | None:
-        selector = method.selector
-        if selector.observation_window in (0, 1) and not selector.scores_arrivals:
-            return None
-        return (
-            "Fate 'cam' needs scores that are the attention of the last step, and the scores of this selector "
-            "are something else; use streaming-llm, window or tova."
-        )
-
-    def store(self, site: Site, shared: Any) -> EvictedStore:
-        return MergeByChance(site, self.into, self.seed)
-
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
-        """Return the temporary bytes of the terms added to values."""
-        parts = self.into * layer.value_dim if 1 in left else 0
-        return PredictedBytes(workspace=layer.kv_heads * parts * geometry.dtype_bytes)
+from kvkeep_lab.published.split_heads import check_heads_together
 
 
 class MergeByChance(MergeOnEvict):
@@ -98,3 +58,46 @@ class MergeByChance(MergeOnEvict):
             bank.values.scatter_add_(1, columns[..., None].expand_as(parts), parts)
 
     states = EvictedStore.states  # keys are dropped; values may be part of other entries
+
+
+@dataclass(frozen=True)
+class Cam(Fate):
+    """While decoding, the value of an evicted entry is added, divided by ``into``, to the ``into`` entries after it,
+    with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it. Keys
+    and counts do not change, and entries evicted during a prompt are dropped. The random numbers depend only on
+    ``seed``, layer, head and slot."""
+
+    into: int = 32
+    """Number of entries that the value is added to."""
+    seed: int = 0
+    """Seed of the samples, an integer of 24 bits."""
+
+    label: ClassVar[str] = "merged (values only, at random)"
+    source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
+    papers: ClassVar[Sequence[Paper]] = (CAM,)
+    stores: ClassVar[type[EvictedStore]] = MergeByChance
+
+    def __post_init__(self) -> None:
+        if self.into < 1:
+            raise UsageError(f"Fate 'cam' adds a value to at least 1 entry, not {self.into}.")
+        check_seed(self.seed)
+
+    def refuses(self, method: Any) -> str | None:
+        selector = method.selector
+        if selector.observation_window in (0, 1) and not selector.scores_arrivals:
+            return None
+        return (
+            "Fate 'cam' needs scores that are the attention of the last step, and the scores of this selector "
+            "are something else; use streaming-llm, window or tova."
+        )
+
+    def check(self, model: Any, geometry: ModelGeometry) -> None:
+        check_heads_together(model, "fate 'cam'")  # samples depend on the number of the head
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        return MergeByChance(site, self.into, self.seed)
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
+        """Return the temporary bytes of the terms added to values."""
+        parts = self.into * layer.value_dim if 1 in left else 0
+        return PredictedBytes(workspace=layer.kv_heads * parts * geometry.dtype_bytes)

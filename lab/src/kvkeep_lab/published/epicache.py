@@ -23,6 +23,7 @@ from kvkeep.errors import UsageError
 from kvkeep.policies.papers import Paper
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep_lab.published.papers import EPICACHE
+from kvkeep_lab.published.text_scores import LargestOfText
 
 INSTRUCTION = (
     "\n\nCollect what matters in this part of the conversation: the speakers and what they are like, events and their "
@@ -69,7 +70,7 @@ class EpiCache(KVzip):
 
     @property
     def reconstruction(self) -> ReconstructionPieces:
-        return ReconstructionPieces(self.piece, self.sinks, "max of text", Excerpt(INSTRUCTION, self.nearest))
+        return ReconstructionPieces(self.piece, self.sinks, LargestOfText, Excerpt(INSTRUCTION, self.nearest))
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
         """Return the entries of every lane, divided by :meth:`KVzip.shares` within each layer."""

@@ -51,7 +51,7 @@ class FetchOnMiss(SelectiveRecall):
         return slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
 
     def refuses(self, method: Any) -> str | None:
-        if method.store_fate.keeps:
+        if method.store_fate.stores.keeps:
             return (
                 "Recall 'fetch-on-miss' makes evicted entries resident again, and with this fate they would also be "
                 "attended in another form; leave the fate out."

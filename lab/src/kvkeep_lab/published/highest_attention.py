@@ -10,6 +10,7 @@ from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.policies.papers import Paper
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep_lab.published.papers import ATTENTION_MATCHING
+from kvkeep_lab.published.text_scores import RootMeanSquare
 
 
 @dataclass(frozen=True)
@@ -29,4 +30,4 @@ class HighestAttention(KVzip):
 
     @property
     def reconstruction(self) -> ReconstructionPieces:
-        return ReconstructionPieces(self.piece, self.sinks, "rms")
+        return ReconstructionPieces(self.piece, self.sinks, RootMeanSquare)

@@ -73,7 +73,7 @@ class LookaheadPass(Rehearsal):
         resident, wide = layer.resident, step.wide(layer.length)
         segments = [layer.segment(piece, step, wide) for piece in resident.pieces()]
         output, lse = attend(step.query, [*segments, step.arriving()], step.scaling, origin=layer.origin)
-        lse = resident.unpadded(lse)
+        lse = layer.ledger.unpadded(lse, layer.heads)
         self.received = [received(step.query, segment, lse, step.scaling) for segment in segments]
         return output
 

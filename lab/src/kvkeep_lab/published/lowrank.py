@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, Piece
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
@@ -19,6 +19,7 @@ from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.base import GroupedFate
 from kvkeep.stores.evicted.groups import GROUP, Codec
+from kvkeep_lab.published.split_heads import check_heads_together
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class LowRank(GroupedFate):
 
     label: ClassVar[str] = "truncated to a low rank"
     source: ClassVar[str] = "arXiv:2603.19664, section 5.7"
-    across_heads: ClassVar[bool] = True  # bases are computed from the weights of all heads
     returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True
 
@@ -41,6 +41,7 @@ class LowRank(GroupedFate):
             raise UsageError(f"The rank is at least 1, not {self.rank}.")
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
+        check_heads_together(model, "fate 'lowrank'")  # bases are computed from the weights of all heads
         adapter, layers = bind(model), geometry.full_layers
         adapter.require("turn", [layer.index for layer in layers], "low rank", "use another method")
         for layer in layers:
@@ -87,12 +88,12 @@ class Coordinates(Codec):
         plain = self._turned(keys, slots, -1)
         return [rows @ basis for rows, basis in zip((plain, values), self._bases(len(slots)), strict=True)]
 
-    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, gaps: bool) -> Iterator[Piece]:
         bases = self._bases(len(slots))
         keys, values = (part.flatten(1, 2) @ basis.transpose(1, 2) for part, basis in zip(parts, bases, strict=True))
         with self.meter.holding(keys, values):
             keys = self._turned(keys, slots.flatten(1), 1)
-            yield Piece(keys[:, None], values[:, None], slots.flatten(1), holes=holes)
+            yield Piece(keys[:, None], values[:, None], slots.flatten(1), gaps=gaps)
 
     def _bases(self, lanes: int) -> list[Tensor]:
         return [basis.repeat(lanes // len(basis), 1, 1) for basis in self.bases]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import gathered
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.evicted.neighbours import MergesNeighbours
@@ -71,7 +71,7 @@ class MergeAhead(MergesNeighbours):
     ) -> None:
         assert self.looks is not None and self.seen is not None and self.moved is not None
         keys, values, slots, counts, scores = _entries(bank)
-        if bank.vacant:
+        if bank.gaps:
             order = slots.argsort(dim=1, stable=True)
             keys, values, slots, counts, scores, heard = (
                 gathered(rows, order) for rows in (keys, values, slots, counts, scores, heard)
@@ -168,4 +168,4 @@ def _write(bank: Bank, keys: Tensor, values: Tensor, slots: Tensor, counts: Tens
     bank.slots[:, longest:] = -1
     bank.slots[:, :longest] = slots
     bank.extra, bank.scores = extra, fresh
-    bank.used, bank.vacant = longest, longest - shortest
+    bank.used, bank.gaps = longest, longest - shortest

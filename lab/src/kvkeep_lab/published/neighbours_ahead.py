@@ -8,15 +8,17 @@ from typing import Any, ClassVar
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.hook import PassHook
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.kvslimmer import MergesPairs
+from kvkeep.policies.selectors.window import Window
 from kvkeep_lab.published.ahead_pairs import AheadMerging
 from kvkeep_lab.published.lookahead import Lookahead
 from kvkeep_lab.published.merge_ahead import MergeAhead
+from kvkeep_lab.published.split_heads import check_heads_together
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class NeighboursAhead(MergesPairs, AheadMerging):
     subclass has its file: a frozen dataclass with :meth:`sensitivity` and :meth:`weights`."""
 
     leaves: ClassVar[str] = "neighbours that the next chunk attends to least"
-    across_heads: ClassVar[bool] = True
+    stores: ClassVar[type[EvictedStore]] = MergeAhead
 
     def refuses(self, method: Any) -> str | None:
-        if not method.selector.by_age:
+        if not isinstance(method.selector, Window):
             return (
                 "The queries of the next chunk choose the pairs to merge, so the ranks of a selector have no "
                 "effect; use selector 'window'."
@@ -47,6 +49,7 @@ class NeighboursAhead(MergesPairs, AheadMerging):
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         super().check(model, geometry)
+        check_heads_together(model, "merging by the next chunk")
         if geometry.sliding_layers or geometry.recurrent_layers:
             what, one = ("sliding windows", "window") if geometry.sliding_layers else ("recurrent layers", "state")
             raise UnsupportedModelError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.memory.rows import BLOCK
+from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.policies.selectors.nobody import Nobody
 from kvkeep.step.plan import LayerStep
 from kvkeep.stores.dynamic import DynamicLayer
@@ -99,14 +99,10 @@ class BlockPool:
         self.counts.subtract(blocks)
 
 
-class BlockRows:
-    """Rows (batch, heads, **rows**, dim) in blocks of a pool: the same number in every row of the batch. It has the
-    protocol of :class:`~kvkeep.memory.rows.Rows`, as far as a :class:`DynamicLayer` uses it."""
-
-    first = 0
+class BlockRows(Rows):
+    """Rows (batch, heads, **rows**, dim) in blocks of a pool: the same number in every row of the batch."""
 
     def __init__(self) -> None:
-        self.length = 0
         self.pool = BlockPool()
         self.table: list[list[int]] = []
         """The blocks of each row of the batch, in order."""
@@ -149,8 +145,6 @@ class BlockRows:
         self.pool.data.index_copy_(1, places, rows.transpose(0, 1).flatten(1, 2))
         self.length = stop
 
-    adopt = append
-
     def _places(self, start: int, stop: int) -> Tensor:
         """Return where in the pool the rows ``start``..``stop`` are, (batch, rows) int64."""
         assert self.pool.data is not None
@@ -189,10 +183,6 @@ class BlockRows:
 
     def shareable(self, length: int) -> int:
         return 0
-
-    def damaged(self, compare: bool) -> bool:
-        """Return False: it is in memory."""
-        return False
 
 
 def _drop_all(pool: BlockPool, table: list[list[int]]) -> None:

@@ -6,7 +6,6 @@ from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.selector import Selector
 from kvkeep.policies.fates.checkpoint import Checkpointed
 from kvkeep.policies.fates.drop import Kept
-from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.registry import Preset
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.lru import LRU
@@ -24,6 +23,7 @@ from kvkeep_lab.published.kvslimmer_published import KVSlimmerPublished
 from kvkeep_lab.published.lowrank import LowRank
 from kvkeep_lab.published.paged import InBlocks
 from kvkeep_lab.published.segments import Segments
+from kvkeep_lab.published.sketch_variants import SketchVariants
 from kvkeep_lab.published.static import Preallocated
 
 
@@ -48,7 +48,7 @@ PAGED = Preset(
 )
 KVREVIVER_FISHER = Preset(
     H2OFisher(),
-    Sketch,
+    SketchVariants,
     "As kvreviver; the Fisher information of a layer's key and value weights sets its budget.",
     "KVReviver, Algorithms 1 to 4 and appendix D",
     {"swap": 1.1},

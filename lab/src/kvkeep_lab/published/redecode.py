@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.hook import PassHook
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.stores.readers.read_evicted import ReadEvicted
 from kvkeep_lab.published.redecoder import Redecoder
+from kvkeep_lab.published.split_heads import check_heads_together
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Redecode(Recall):
     """Maximum tokens of a row that are decoded again after a pass."""
 
     records: ClassVar[bool] = True
-    across_heads: ClassVar[bool] = True  # a token runs again where one head lacks it, through all heads
     label: ClassVar[str] = "decoded again, over what is resident"
     source: ClassVar[str] = "llama.cpp pull request 21097"
     backed: ClassVar[bool] = False
@@ -37,12 +37,17 @@ class Redecode(Recall):
             raise UsageError(f"Recall 'redecode' decodes at least 1 token again, not {self.limit}.")
 
     def refuses(self, method: Any) -> str | None:
-        if method.fate.keeps or method.fate.makes_room:
+        if method.fate.stores.keeps or method.fate.stores.makes_room:
             return (
                 "Recall 'redecode' computes dropped entries again, but with this fate evicted entries are still "
                 "attended in another form and would count twice; use fate 'drop'."
             )
         return None
+
+    def check(self, model: Any, geometry: ModelGeometry, entries: int, chunk: int) -> None:
+        """Raise UnsupportedModelError where heads are split: a token runs again where one head lacks it, through all
+        heads."""
+        check_heads_together(model, "recall 'redecode'")
 
     def reader(self, site: Site, shared: Any) -> Reader:
         """Return a plain reader. Raises UnsupportedModelError if the layers cannot run one at a time, or if a layer

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -63,7 +63,7 @@ class Promising(Codec):
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
         return [keys, values, keys.amin(1), keys.amax(1)]
 
-    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, gaps: bool) -> Iterator[Piece]:
         keys, values, low, high = parts
         if query.shape[-1] == low.shape[-1] and slots.shape[1] > self.top:
             # max(q min, q max) is q max for positive q and q min for negative.
@@ -73,4 +73,4 @@ class Promising(Codec):
             lanes = torch.arange(len(chosen), device=chosen.device)[:, None]
             keys, values, slots = keys[lanes, chosen], values[lanes, chosen], slots[lanes, chosen]
         with self.meter.holding(keys, values):
-            yield Piece(keys.flatten(1, 2)[:, None], values.flatten(1, 2)[:, None], slots.flatten(1), holes=holes)
+            yield Piece(keys.flatten(1, 2)[:, None], values.flatten(1, 2)[:, None], slots.flatten(1), gaps=gaps)

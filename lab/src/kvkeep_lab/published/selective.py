@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed
@@ -152,7 +152,7 @@ class Selective(Backed):
 
     def _counted(self, layer: Layer, lse: Tensor) -> Tensor:
         """Return the log-sum-exp that pages are compared with, in which queries of padding do not count."""
-        return layer.resident.unpadded(lse.clamp(min=torch.finfo(lse.dtype).min))
+        return layer.ledger.unpadded(lse.clamp(min=torch.finfo(lse.dtype).min), layer.heads)
 
     def _away_by_page(self, layer: Layer) -> Tensor | None:
         """Return which slots can come back, (lanes, slots of whole pages) bool; None where there are none."""

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep_lab.published.by_hand import picks
 from kvkeep_lab.published.page_bounds import PAGE, bounds_elements
 from kvkeep_lab.published.selective import Selective
 
@@ -27,7 +28,7 @@ class SelectiveRecall(Recall):
     """After a step, entries become resident again (:meth:`fetch`)."""
 
     def refuses(self, method: Any) -> str | None:
-        if method.fate.merges or method.fate.makes_room:
+        if method.fate.stores.merges or method.fate.stores.makes_room:
             return (
                 "Recall would bring back an entry that has also been merged into others, and attention would "
                 "count it twice."
@@ -42,7 +43,7 @@ class SelectiveRecall(Recall):
     def reader(self, site: Site, shared: Any) -> Reader:
         """Return the reader of a layer. Raises UsageError for a checkpoint that cannot return single entries."""
         assert site.checkpoint is not None
-        if not site.checkpoint.picks:
+        if not picks(site.checkpoint.spec, site.model):
             raise UsageError(
                 "Recalling single entries needs checkpoint kind 'kv' or 'residual' (where one process has all "
                 "heads): the others rebuild all."

@@ -25,12 +25,11 @@ from pydantic import Field
 from torch import Tensor
 
 from kvkeep.models.binding import bind
-from kvkeep.stores.evicted.sketch import CountSketch, places
+from kvkeep.stores.evicted.sketch import ROWS, CountSketch, places
 from kvkeep_lab.attention_inputs import Attended, grouped, watching
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, TextStudy, Trial
-from kvkeep_lab.studies.sketch_error import ROWS
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
 
@@ -236,4 +235,4 @@ def _estimates(vectors: Tensor, slots: int, signed: bool, seed: int) -> Tensor:
     at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)
     sketch = CountSketch(heads, ROWS, slots, dim, signed, like=vectors)
     sketch.insert(at, vectors)
-    return sketch.estimates(at, "median").dense(torch.float32)
+    return sketch.estimates(at).dense(torch.float32)

@@ -15,15 +15,13 @@ from transformers import DynamicCache
 
 from kvkeep.stores.evicted.coded import CodedKeys, encode
 from kvkeep.stores.evicted.groups import GROUP
-from kvkeep.stores.evicted.sketch import MEDIAN, CountSketch, places
+from kvkeep.stores.evicted.sketch import ROWS, places
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
+from kvkeep_lab.published.sketch_variants import MEDIAN, TalliedSketch
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Flag, TextStudy, Trial
 from kvkeep_lab.tables import Table, number, percent
 from kvkeep_lab.tasks.base import Metric
-
-ROWS = 3
-"""KVReviver's r."""
 
 _LEVELS = ((0, 0), (3, 2), (5, 4), (9, 8))
 """Bits of an element with its part of scale and offset, and bits of its code."""
@@ -218,11 +216,11 @@ def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[flo
     heads, count, dim = vectors.shape
     slots = max(1, round(count / load))
     at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)
-    sketch = CountSketch(heads, ROWS, slots, dim, signed, like=vectors)
+    sketch = TalliedSketch(heads, ROWS, slots, dim, signed, like=vectors)
     sketch.insert(at, vectors)
     square = vectors.square().mean()
     errors = [
-        float((sketch.estimates(at, by).dense(torch.float32) - vectors).square().mean() / square)
+        float((sketch.variant(at, by).dense(torch.float32) - vectors).square().mean() / square)
         for by in ("median", "mean")
     ]
     constant = float((vectors - vectors.mean(1, keepdim=True)).square().mean() / square)

@@ -101,7 +101,8 @@ class TokenBytes(Study):
         checkpoints |= {f"residual:{self.stride}": sized("residual", self.stride), "tokens": sized("tokens")}
         layers = len(geometry.full_layers), len(geometry.sliding_layers)
         shape = *layers, layer.kv_heads, layer.key_dim, geometry.hidden_size
-        sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
+        entry, residual = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token
+        sizes = entry, residual, entry / residual
         return TokenSize(name, *shape, *sizes, checkpoints, measured)
 
     def scores(self, found: TokenSizes) -> dict[str, float]:

@@ -113,7 +113,8 @@ class Verify(Study):
             trial.progress("sliding windows", 4, 5)
             rebuilding = tuple(kind for kind in kinds if kind != "kv")
             windows = beyond_the_window(model, built_in(tokenizer, length), new=new, kinds=rebuilding)
-        sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
+        entry, residual = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token
+        sizes = entry, residual, entry / residual
         return VerifyReport(trial.loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
 
     def problem(self, found: VerifyReport) -> str | None:

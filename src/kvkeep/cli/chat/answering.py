@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.cli.chat import context_limit
 from kvkeep.cli.chat.state import Attachment, Chat
@@ -18,7 +19,6 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix
 from kvkeep.decode.generate import Generation
 from kvkeep.policies.endless import ENDLESS
-from kvkeep.units import size
 
 RETRY_TEMPERATURE = 0.8
 """Temperature of a further answer if answers are greedy: all greedy answers are equal."""

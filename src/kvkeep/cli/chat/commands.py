@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.cli import options
 from kvkeep.cli.chat import answering, context_limit
@@ -24,7 +25,6 @@ from kvkeep.models.embedded import EMBEDDED
 from kvkeep.models.loading import load
 from kvkeep.policies.methods import STOCK, names
 from kvkeep.stock import memory_of, new_cache
-from kvkeep.units import size
 
 _NAME = re.compile(r"/[a-z]*")
 _NO_MEMORY = "There is not enough memory for this; give a smaller /budget, or forget with /undo or /reset."

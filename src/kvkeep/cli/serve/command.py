@@ -20,7 +20,7 @@ from kvkeep.cli.serve.server_options import (
     process_options,
 )
 from kvkeep.cli.startup import startup
-from kvkeep.extras import optional
+from kvkeep.plugins import optional
 
 if TYPE_CHECKING:
     from kvkeep.cli.serve.server_options import ProcessOptions

@@ -34,11 +34,11 @@ def with_defaults(service: Service, loaded: Loaded, conversations: int) -> Servi
 def default_memory(loaded: Loaded, conversations: int) -> tuple[int, str]:
     """Return the bytes of a server, and a line that explains them: space for ``conversations`` with all their entries,
     at most a part of the free memory."""
+    from kvkeep.budget import size
     from kvkeep.geometry import ModelGeometry
     from kvkeep.models.weight_memory import free_memory
     from kvkeep.plan.sizes import grant
     from kvkeep.policies.methods import resolve
-    from kvkeep.units import size
 
     tokens, free = min(_positions(loaded), PLANNED_TOKENS), free_memory(next(loaded.model.parameters()).device)
     wanted = conversations * grant(ModelGeometry.of(loaded.model), resolve("full"), None, tokens)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvkeep.budget import bytes_of
+from kvkeep.budget import bytes_of, size
 from kvkeep.cli import options
 from kvkeep.cli.cache_options import AUTO, CacheOptions
 from kvkeep.errors import UsageError
 from kvkeep.plugins import each_plugin
-from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.cli.serve.address import Address

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.errors import ModelError, reason_of
-from kvkeep.extras import optional
+from kvkeep.plugins import optional
 
 _LENGTH = struct.Struct("<Q")
 _FIXED = struct.Struct("<4sIQQ")

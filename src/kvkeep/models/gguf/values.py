@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep.errors import ModelError
-from kvkeep.extras import optional
 from kvkeep.models.gguf.header import FileTensor
+from kvkeep.plugins import optional
 
 DECODED_ELEMENTS = 1 << 24
 """Elements that are read and decoded at a time."""

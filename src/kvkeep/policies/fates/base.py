@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.store import EvictedStore
 
 
@@ -22,7 +22,7 @@ class Drop(Fate):
     """Evicted entries are discarded."""
 
     label: ClassVar[str] = "dropped"
-    keeps: ClassVar[bool] = False
+    stores: ClassVar[type[EvictedStore]] = Dropped
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Dropped()

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.evicted.neighbours import MergeNeighbours
+from kvkeep.stores.evicted.neighbours import MergeNeighbours, MergesNeighbours
 from kvkeep.stores.evicted.pairs import PairMerging, Pairs
 
 
@@ -41,8 +41,7 @@ class MergesPairs(Fate):
 
     label: ClassVar[str] = "merged"
     leaves: ClassVar[str] = "the least attended neighbours"
-    makes_room: ClassVar[bool] = True
-    keeps: ClassVar[bool] = False
+    stores: ClassVar[type[EvictedStore]] = MergesNeighbours
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
@@ -81,8 +80,7 @@ class Neighbours(MergesPairs, PairMerging):
     """Merges the least attended neighbours, by the queries so far. A subclass is a frozen dataclass that defines
     :meth:`share`."""
 
-    merging: ClassVar[type[MergeNeighbours]] = MergeNeighbours
-    """The class of its stores."""
+    stores: ClassVar[type[MergeNeighbours]] = MergeNeighbours
 
     def refuses(self, method: Any) -> str | None:
         reason = (
@@ -100,7 +98,7 @@ class Neighbours(MergesPairs, PairMerging):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         budget = min(site.budgets)
         self.check_room(f"layer {site.layer.index}", budget)
-        return self.merging(site, self, bind(site.model), self.pairs_at_once(budget))
+        return self.stores(site, self, bind(site.model), self.pairs_at_once(budget))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of temporary tensors: the pairs before and after they are merged."""

@@ -13,23 +13,11 @@ from torch.linalg import vector_norm
 
 from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.stores.resident.banks import Bank
 from kvkeep.stores.slots import merged_states
-
-
-@dataclass(frozen=True)
-class Merge(Fate):
-    """An evicted entry is merged into the resident entry of its lane with the most similar key (cosine, as cached),
-    which then stands for both: its key and value are means over all their tokens."""
-
-    label: ClassVar[str] = "merged"
-    merges: ClassVar[bool] = True
-
-    def store(self, site: Site, shared: Any) -> EvictedStore:
-        return MergeLikest(site)
 
 
 class MergeOnEvict(EvictedStore):
@@ -86,3 +74,15 @@ def most_similar(bank: Bank, keys: Tensor) -> Tensor:
     # Cosines times the length of the evicted key, which is the same for all columns.
     similarity = keys.float() @ columns.transpose(1, 2) / vector_norm(columns, dim=-1)[:, None].clamp(min=1e-12)
     return similarity.masked_fill(bank.slots[:, None, : bank.used] < 0, float("-inf")).argmax(2)
+
+
+@dataclass(frozen=True)
+class Merge(Fate):
+    """An evicted entry is merged into the resident entry of its lane with the most similar key (cosine, as cached),
+    which then stands for both: its key and value are means over all their tokens."""
+
+    label: ClassVar[str] = "merged"
+    stores: ClassVar[type[EvictedStore]] = MergeLikest
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        return MergeLikest(site)

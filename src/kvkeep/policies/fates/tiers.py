@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.site import PredictedBytes, Site
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

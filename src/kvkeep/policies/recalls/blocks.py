@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.part import PredictedBytes, Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import PredictedBytes, Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
-from kvkeep.memory.rows import BLOCK, MAX_PAGE_ROWS
+from kvkeep.memory.pages import MAX_PAGE_ROWS
+from kvkeep.memory.rows import BLOCK
 from kvkeep.models.binding import bind
 from kvkeep.stores.readers.block_choice import WRITTEN, BlockChoice
 from kvkeep.stores.readers.recalled_blocks import RecalledBlocks, copied_bytes

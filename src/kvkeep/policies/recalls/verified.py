@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import Site
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.stores.readers.draft import DraftAndVerify
 from kvkeep.stores.readers.round import Round

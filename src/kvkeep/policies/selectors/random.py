@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.attention.portable import scattered
 from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.stores.hashes import scattered
 
 
 @dataclass(frozen=True)

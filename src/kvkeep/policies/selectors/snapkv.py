@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvkeep.attention.portable import interpolated
 from kvkeep.contracts.selector import STAYS, Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.portable import interpolated
 
 
 @dataclass(frozen=True)

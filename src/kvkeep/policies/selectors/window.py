@@ -16,7 +16,6 @@ class Window(Selector):
 
     leaves: ClassVar[str] = "oldest"
     source: ClassVar[str] = "kv-direct section 5.6 (sliding window)"
-    by_age: ClassVar[bool] = True
     of_any_layer: ClassVar[bool] = True
 
     def rank(self, entries: Candidates) -> Tensor:

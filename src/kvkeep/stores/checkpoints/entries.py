@@ -10,9 +10,9 @@ from torch import Tensor
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.meter import Meter
+from kvkeep.memory.pages import PagedRows, RecentPages, pick_each
 from kvkeep.memory.places import Place
-from kvkeep.memory.recent_pages import RecentPages
-from kvkeep.memory.rows import PagedRows, Ring, Rows, concatenated, pick_each
+from kvkeep.memory.rows import Ring, Rows, concatenated
 from kvkeep.step import native
 from kvkeep.step.plan import Destination, FullPages, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
@@ -31,7 +31,6 @@ class EntryCheckpoint(Checkpoint):
 
     by_token = False
     copies = True
-    picks = True
     replays = False
 
     def __init__(
@@ -58,8 +57,7 @@ class EntryCheckpoint(Checkpoint):
             rows.adopt(new)
 
     def holds(self, layer: int, keys: Tensor) -> bool:
-        rows = self._rows[layer][0]
-        return isinstance(rows, PagedRows) and rows.holds(keys)
+        return self._rows[layer][0].holds(keys)
 
     def rows(self, layer: int) -> tuple[Rows, Rows]:
         return self._rows[layer]
@@ -83,18 +81,14 @@ class EntryCheckpoint(Checkpoint):
 
     def spans(self, layer: int, stop: int) -> list[Span] | None:
         keys, values = self._rows[layer]
-        if not (
-            isinstance(keys, PagedRows) and isinstance(values, PagedRows) and keys.pages and stop > keys.starts[-1]
-        ):
-            return None
-        if keys.pages[0].device != self.device:
+        if not keys.pages or stop <= keys.starts[-1] or keys.pages[0].device != self.device:
             return None
         full = self._full[layer].span(keys.pages[:-1], values.pages[:-1])
         last = Span(keys.pages[-1], values.pages[-1], 0, stop - keys.starts[-1])
         return [last] if full is None else [full, last]
 
     def next_row(self, layer: int) -> Destination | None:
-        keys, values = (rows.next_row() if isinstance(rows, PagedRows) else None for rows in self._rows[layer])
+        keys, values = (rows.next_row() for rows in self._rows[layer])
         return None if keys is None or values is None else Destination(keys[0], values[0], keys[1])
 
     def commit(self, layer: int) -> None:
@@ -102,12 +96,8 @@ class EntryCheckpoint(Checkpoint):
             rows.advance()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._rows[layer]
-        if isinstance(keys, PagedRows) and isinstance(values, PagedRows):
-            picked = pick_each([keys, values], lane, slot)
-        else:
-            picked = [rows.pick(lane, slot) for rows in (keys, values)]
-        return picked[0].to(self.device), picked[1].to(self.device)
+        keys, values = pick_each(self._rows[layer], lane, slot)
+        return keys.to(self.device), values.to(self.device)
 
     def between(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, dim) of the entries ``start`` to ``stop``: views where they lie in one page
@@ -118,16 +108,15 @@ class EntryCheckpoint(Checkpoint):
     def blocks(self, layer: int, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, ``size``, dim) of blocks of ``size`` entries: ``numbers`` (lanes, n) counts
         them from 0, for each lane."""
-        keys, values = self._rows[layer]
-        assert isinstance(keys, PagedRows) and isinstance(values, PagedRows)
-        return keys.blocks(numbers, size).to(self.device), values.blocks(numbers, size).to(self.device)
+        keys, values = (rows.blocks(numbers, size).to(self.device) for rows in self._rows[layer])
+        return keys, values
 
     def first(self, layer: int) -> int:
         return self._rows[layer][0].first
 
     def beginning(self, layer: int) -> int:
-        rows = self._rows[layer][0]
-        return rows.beginning.length if isinstance(rows, RecentPages) else 0
+        beginning = self._rows[layer][0].beginning
+        return 0 if beginning is None else beginning.length
 
     def length(self, layer: int) -> int:
         return self._rows[layer][0].length
@@ -145,6 +134,6 @@ class EntryCheckpoint(Checkpoint):
         for layer, (keys, values) in self._rows.items():
             yield f"keys.{layer}", keys
             yield f"values.{layer}", values
-            if isinstance(keys, RecentPages) and isinstance(values, RecentPages):
+            if keys.beginning is not None and values.beginning is not None:
                 yield f"first_keys.{layer}", keys.beginning
                 yield f"first_values.{layer}", values.beginning

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from kvkeep.contracts.checkpoint import Checkpoint
@@ -25,8 +24,7 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
 class ResidualCheckpoint(Checkpoint):
-    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers. all_heads: this process
-    has all heads of the model."""
+    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers."""
 
     by_token = True
     copies = False
@@ -41,16 +39,12 @@ class ResidualCheckpoint(Checkpoint):
         *,
         meter: Meter,
         page: int,
-        all_heads: bool,
     ) -> None:
         self.home, self.capacity = home, spec.capacity
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
-        # If every layer has residuals, single entries are rebuilt. Otherwise layers run again between anchors.
-        # Where heads are split over processes, all processes look up the same ids together, but would pick different
-        # ones.
-        self.picks, self.replays = self.stride == 1 and all_heads, self.stride > 1
+        self.replays = self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
         self.spec = spec
         self._windows = [layer.window for layer in geometry.layers]
@@ -94,27 +88,6 @@ class ResidualCheckpoint(Checkpoint):
             pages = ((low, replay.hidden[:, low : low + self.page]) for low in range(0, stop, self.page))
             yield from self._projected(layer, pages)
             self._drop()
-
-    def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Project the requested slots once for all lanes, a page at a time; then pick the slots of each lane."""
-        union, place = slot.unique(return_inverse=True)
-        rows: Rows | None = self._rows.get(layer)
-        by_row = torch.arange(self.ledger.batch, device=slot.device)
-        parts: list[tuple[Tensor, Tensor]] = []
-        for low in range(0, len(union), self.page):
-            page_slots = union[low : low + self.page]
-            ids, positions = (
-                part.view()[:, page_slots].squeeze(-1) for part in (self.ledger.ids, self.ledger.positions)
-            )
-            if rows is None:
-                hidden = self.adapter.embed(ids, positions)
-            else:
-                picked = rows.pick(by_row.repeat_interleave(len(page_slots)), page_slots.repeat(len(by_row)))
-                hidden = picked.unflatten(0, (-1, len(page_slots))).to(slot.device)
-            parts.append(self.adapter.project(layer, hidden, positions))
-        keys, values = (torch.cat(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))
-        with self.meter.holding(keys, values):
-            return keys[lane, place], values[lane, place]
 
     def _anchored(self, anchor: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the residuals entering ``anchor``, a page at a time, on the model's device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvkeep.errors import UsageError, unknown
-from kvkeep.memory.place_names import PLACES
+from kvkeep.memory import PLACES
 
 KINDS = ("tokens", "residual", "kv")
 

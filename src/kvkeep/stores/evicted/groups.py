@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
+from kvkeep.contracts.part import PredictedBytes
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.contracts.site import PredictedBytes
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each, within
@@ -46,8 +46,8 @@ class Codec(ABC):
         each."""
 
     @abstractmethod
-    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield the entries of groups. parts: (lanes, groups, ...). slots: (lanes, groups, GROUP). holes: some slots
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, gaps: bool) -> Iterator[Piece]:
+        """Yield the entries of groups. parts: (lanes, groups, ...). slots: (lanes, groups, GROUP). gaps: some slots
         are -1."""
 
 
@@ -62,11 +62,11 @@ class FewBits(Codec):
     def coded(self, parts: list[Tensor]) -> tuple[Any, Any]:
         """Return keys and values as codes."""
 
-    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, gaps: bool) -> Iterator[Piece]:
         keys, values = self.coded(parts)
         size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])  # numbers that attention decodes codes into
         self.meter.hold(size)
-        yield Piece(keys, values, slots.flatten(1), holes=holes)
+        yield Piece(keys, values, slots.flatten(1), gaps=gaps)
         self.meter.hold(-size)
 
 
@@ -78,7 +78,7 @@ class EncodedGroups(NamedTuple):
     """(lanes, groups, ...)"""
     slots: Tensor
     """(lanes, groups, GROUP)"""
-    holes: bool
+    gaps: bool
     """Whether some slots are -1."""
 
 
@@ -118,7 +118,7 @@ class Groups(EvictedStore):
         """Keys and values (lanes, GROUP, dim), slots (lanes, GROUP), and what else is known of each entry."""
         self.count = 0
         """The number of waiting entries."""
-        self.gaps = False
+        self.waiting_gaps = False
         """Whether some slots of waiting entries are -1."""
 
     @abstractmethod
@@ -132,9 +132,9 @@ class Groups(EvictedStore):
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         for kept in self.groups():
-            yield from kept.codec.read(query, kept.parts, kept.slots, kept.holes)
+            yield from kept.codec.read(query, kept.parts, kept.slots, kept.gaps)
         if self.count:
-            yield Piece(*self.waits(self.count), self.waiting[2][:, : self.count], holes=self.gaps)
+            yield Piece(*self.waits(self.count), self.waiting[2][:, : self.count], gaps=self.waiting_gaps)
 
     def states(self, lanes: int, length: int) -> Tensor:
         found = [(kept.slots.flatten(1), kept.codec.kept) for kept in self.groups()]
@@ -149,7 +149,7 @@ class Groups(EvictedStore):
     def _emptied(self) -> Iterator[Tensor]:
         """Yield all slots, as views, some of which the caller replaces by -1."""
         if self.waiting:
-            self.gaps = True
+            self.waiting_gaps = True
             yield from (kept.slots for kept in self.groups())
             yield self.waiting[2][:, : self.count]
 
@@ -185,7 +185,7 @@ class NewestGroups(Groups):
         self.parts: list[Tensor] = []  # (lanes, groups, ...)
         self.slots: Tensor | None = None  # (lanes, groups, GROUP)
         self.written = 0  # number of groups written
-        self.holes = False  # whether some slots are -1
+        self.gaps = False  # whether some slots are -1
         self._evicted = torch.empty(0)  # slots that a planned step evicts, (lanes, 1), -1 for none
         self._views: dict[int, View] = {}  # by first lane; valid for these tensors
 
@@ -196,14 +196,14 @@ class NewestGroups(Groups):
     def groups(self) -> Iterator[EncodedGroups]:
         if self.kept and self.slots is not None:
             parts = [part[:, : self.kept] for part in self.parts]
-            yield EncodedGroups(self.codec, parts, self.slots[:, : self.kept], self.holes)
+            yield EncodedGroups(self.codec, parts, self.slots[:, : self.kept], self.gaps)
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         rows = left[:3]
         if not self.waiting:
             self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
-        if left.holes and bool((left.slots < 0).any()):
-            self.gaps, self._views = True, {}
+        if left.gaps and bool((left.slots < 0).any()):
+            self.waiting_gaps, self._views = True, {}
         start, total = 0, left.slots.shape[1]
         while start < total:
             count = min(GROUP - self.count, total - start)
@@ -216,7 +216,7 @@ class NewestGroups(Groups):
 
     def _write(self) -> None:
         slots, self.count, self._views = self.waiting[2], 0, {}
-        self.holes = self.holes or (self.gaps and bool((slots < 0).any()))
+        self.gaps = self.gaps or (self.waiting_gaps and bool((slots < 0).any()))
         parts = [*self.codec.encode(*self.waiting), slots]
         if self.slots is None or (self.kept == self.slots.shape[1] and self.kept != self.capacity):
             self._grow(parts)
@@ -256,7 +256,7 @@ class NewestGroups(Groups):
         place = slots[:, self.count]
         place.copy_(self._evicted[:, 0])
         if bool((empty := place < 0).any()):  # these lanes evicted nothing in this step
-            keys[empty, self.count], values[empty, self.count], self.gaps = 0, 0, True
+            keys[empty, self.count], values[empty, self.count], self.waiting_gaps = 0, 0, True
             if any(view.seen is None for view in self._views.values()):
                 self._views = {}
             for view in self._views.values():
@@ -265,7 +265,7 @@ class NewestGroups(Groups):
         self.count += 1
 
     def spans(self) -> Sequence[Span] | None:
-        if self.holes or self.gaps or not self.codec.as_kept:
+        if self.gaps or self.waiting_gaps or not self.codec.as_kept:
             return None
         if not self.waiting:
             return ()
@@ -287,7 +287,7 @@ class NewestGroups(Groups):
             spans += [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in pieces]
         coded = sum(span.entries for span in spans)
         readable = all(native.can_read(span.keys, span.values) for span in spans) and native.can_read(keys, values)
-        if readable and (self.holes or self.gaps):
+        if readable and (self.gaps or self.waiting_gaps):
             seen = torch.ones(lanes, coded + GROUP + rows, dtype=torch.bool, device=keys.device)
             known = [*(groups[:, start:stop].flatten(1) for start, stop in runs), slots[:, : self.count]]
             seen[:, : coded + self.count] = torch.cat(known, 1) >= 0
@@ -299,7 +299,7 @@ class NewestGroups(Groups):
 
     def _emptied(self) -> Iterator[Tensor]:
         if self.waiting:
-            self.holes, self._views = True, {}
+            self.gaps, self._views = True, {}
         return super()._emptied()
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -311,12 +311,12 @@ class NewestGroups(Groups):
             *self.parts, self.slots = named["groups"]
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | {"counts": torch.tensor([self.count, self.gaps, self.written, self.holes])}
+        return super().state() | {"counts": torch.tensor([self.count, self.waiting_gaps, self.written, self.gaps])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         super().restore(state)
-        self.count, gaps, self.written, holes = state["counts"].tolist()
-        self.gaps, self.holes = bool(gaps), bool(holes)
+        self.count, waiting_gaps, self.written, gaps = state["counts"].tolist()
+        self.waiting_gaps, self.gaps = bool(waiting_gaps), bool(gaps)
 
     def check(self, extent: Extent) -> None:
         within("counts", self.count, 0, GROUP)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, EvictedEntries, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.rows import Rows

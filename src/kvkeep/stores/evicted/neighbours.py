@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.site import Site
-from kvkeep.contracts.store import MakesRoom
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
@@ -31,10 +31,12 @@ from kvkeep.stores.resident.eviction import Arriving
 from kvkeep.stores.slots import merged_states
 
 
-class MergesNeighbours(MakesRoom):
+class MergesNeighbours(EvictedStore):
     """Makes room among resident entries by merging, without the selector's ranks. slack: the number of tokens that one
     merging makes room for while decoding."""
 
+    keeps = False
+    makes_room = True
     by_lane: ClassVar[tuple[str, ...]] = ("moved", "lost")
     """The names of tensors (lanes, ...), each None before its first use."""
 
@@ -66,6 +68,7 @@ class MergesNeighbours(MakesRoom):
         self.length = resident.length
 
     def merged(self) -> tuple[int, int]:
+        """Return the number of merged pairs of entries, and the number of those with a clamped weight."""
         pairs, clamped = self.tally.tolist()
         return int(pairs), int(clamped)
 
@@ -210,7 +213,7 @@ class MergeNeighbours(MergesNeighbours):
         counts = torch.cat([bank.counts(), (new.slots >= 0).float()], 1)
         both = torch.cat([bank.keys[:, :used], new.keys], 1), torch.cat([bank.values[:, :used], new.values], 1)
         entries = OrderedEntries(*both, slots, counts, attention, known)
-        if not new.unpadded or bank.vacant:
+        if not new.unpadded or bank.gaps:
             entries = entries.at(entries.slots.argsort(dim=1, stable=True))
         occupied = (entries.slots >= 0).sum(1, keepdim=True)
         excess = torch.where(occupied > bank.columns, (occupied - bank.columns).clamp(min=self.slack), 0)
@@ -267,7 +270,7 @@ class MergeNeighbours(MergesNeighbours):
         scores = entries.attention * queries * self.readers
         bank.scores = torch.zeros(bank.slots.shape, device=bank.slots.device)
         bank.scores[:, span] = scores[:, last]
-        bank.used, bank.vacant = longest, longest - shortest
+        bank.used, bank.gaps = longest, longest - shortest
         if self.due is None:
             self.due = torch.zeros_like(self.since)
         self.due[bank.index] = torch.where(merged, end, bank.of(self.due)).int()

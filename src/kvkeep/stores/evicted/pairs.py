@@ -50,14 +50,14 @@ class PairMerging(ABC):
 
 @dataclass
 class OrderedEntries:
-    """The input of a pass: entries of all lanes of a bank in the order of the text, holes (slot -1) first."""
+    """The input of a pass: entries of all lanes of a bank in the order of the text, gaps (slot -1) first."""
 
     keys: Tensor
     """(lanes, entries, key_dim)"""
     values: Tensor
     """(lanes, entries, value_dim)"""
     slots: Tensor
-    """(lanes, entries), -1 for a hole."""
+    """(lanes, entries), -1 for a gap."""
     counts: Tensor
     """(lanes, entries) float32, the number of tokens that an entry stands for, at most the cap."""
     attention: Tensor

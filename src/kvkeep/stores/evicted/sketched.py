@@ -14,7 +14,7 @@ from kvkeep.memory.extent import Extent, ShapeError, fits, fits_each
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.step.torch import MAX_CODED_QUERIES
-from kvkeep.stores.evicted.sketch import PAGE, CountSketch, Estimates, places
+from kvkeep.stores.evicted.sketch import PAGE, ROWS, CountSketch, Estimates, places
 from kvkeep.stores.slots import compact
 
 SWAPS = 8
@@ -24,8 +24,8 @@ SWAPS = 8
 class Hashed:
     """The places of all slots in a sketch, for all layers of one cache. They are hashes of positions."""
 
-    def __init__(self, ledger: Ledger, rows: int) -> None:
-        self.ledger, self.rows = ledger, rows
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self._known: dict[int, Tensor] = {}  # by slots per row: (rows, batch, slots of the sequence)
 
     def at(self, slots: Tensor, size: int) -> Tensor:
@@ -35,10 +35,10 @@ class Hashed:
         known = self._known.get(size)
         if known is None or known.shape[2] != length:
             positions = self.ledger.positions.view().squeeze(-1)
-            known = self._known[size] = places(positions, self.rows, size).int()
+            known = self._known[size] = places(positions, ROWS, size).int()
         heads = slots.shape[0] // self.ledger.batch
         row = torch.arange(slots.shape[0], device=slots.device)[:, None] // heads * length
-        return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(self.rows, *slots.shape)
+        return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(ROWS, *slots.shape)
 
     def clear(self) -> None:
         self._known = {}
@@ -51,18 +51,14 @@ class Hashed:
 class Sketched(EvictedStore):
     """Sketches of keys and values, and a flag for each lane and slot: whether the entry is in the sketches.
 
-    slots: the slots in a row of the sketch. estimate: "plain", "centred" or "shrunk", by the "median" or "mean" of its
-    slots. keys: "unsigned", "averaged", or "signed" like values. swap: an entry's estimate becomes resident when its
-    rank exceeds this factor times that of the lowest resident entry (KVReviver, Algorithm 3); the sketch then subtracts
-    the same estimate. 0: never. leads: this store counts the data that the sketches of all layers share.
+    slots: the slots in a row of the sketch. swap: an entry's estimate becomes resident when its rank exceeds this
+    factor times that of the lowest resident entry (KVReviver, Algorithm 3); the sketch then subtracts the same
+    estimate. 0: never. leads: this store counts the data that the sketches of all layers share.
     """
 
-    def __init__(
-        self, hashed: Hashed, slots: int, estimate: str, by: str, keys: str, swap: float, meter: Meter, leads: bool
-    ) -> None:
-        self.hashed, self.size, self.estimate, self.by, self.keys = hashed, slots, estimate, by, keys
-        self.swap_at, self.meter, self.leads = swap, meter, leads
-        self.listens = swap > 0  # type: ignore[misc]
+    def __init__(self, hashed: Hashed, slots: int, swap: float, meter: Meter, leads: bool) -> None:
+        self.hashed, self.size, self.swap_at, self.meter, self.leads = hashed, slots, swap, meter, leads
+        self.listens = swap > 0
         self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys and of values
         self.inside: Tensor | None = None  # (lanes, slots + 1) bool; the last column stands for -1
         self.scores: Tensor | None = None  # (lanes, slots + 1) float32, if scores are observed
@@ -70,7 +66,7 @@ class Sketched(EvictedStore):
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         if self.sketches is None:
-            self.sketches = self._new(left.keys, left.values)
+            self.sketches = self.empty(left.keys, left.values)
         at, there = self.hashed.at(left.slots, self.size), left.slots >= 0
         for sketch, vectors in zip(self.sketches, left[:2], strict=True):
             sketch.insert(at, vectors, there)
@@ -79,12 +75,13 @@ class Sketched(EvictedStore):
             assert left.scores is not None
             self.scores = _put(self.scores, left.slots, left.scores)
 
-    def _new(self, of_keys: Tensor, of_values: Tensor) -> tuple[CountSketch, CountSketch]:
-        rows, size, tallies = self.hashed.rows, self.size, self.estimate != "plain"
-        signed, averaged = self.keys == "signed", self.keys == "averaged"
-        keys = CountSketch(len(of_keys), rows, size, of_keys.shape[-1], signed, tallies, averaged, like=of_keys)
-        values = CountSketch(len(of_values), rows, size, of_values.shape[-1], True, tallies, like=of_values)
-        return keys, values
+    def sketch(self, like: Tensor, signed: bool) -> CountSketch:
+        """Return an empty sketch of vectors ``like`` (lanes, n, dim)."""
+        return CountSketch(len(like), ROWS, self.size, like.shape[-1], signed, like=like)
+
+    def empty(self, keys: Tensor, values: Tensor) -> tuple[CountSketch, CountSketch]:
+        """Return empty sketches. Keys have no signs, as in the paper."""
+        return self.sketch(keys, False), self.sketch(values, True)
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         """Yield estimates of all entries in the sketches, without decoding them."""
@@ -92,30 +89,28 @@ class Sketched(EvictedStore):
         if self.inside is None:
             return
         slots = compact(self.inside[:, :-1])
-        keys, values = self._estimates(slots)
+        keys, values = self.estimates(slots)
         size = max(1, slots.shape[1]) if query.shape[2] <= MAX_CODED_QUERIES else PAGE
-        holes = bool((slots < 0).any())
+        gaps = bool((slots < 0).any())
         with self.meter.holding(keys.at, keys.cells, values.cells):
             for start in range(0, slots.shape[1], size):
                 stop = start + size
                 if self.listens:
                     self._yielded.append(slots[:, start:stop])
-                yield Piece(keys.part(start, stop), values.part(start, stop), slots[:, start:stop], holes=holes)
+                yield Piece(keys.part(start, stop), values.part(start, stop), slots[:, start:stop], gaps=gaps)
 
-    def _estimates(self, slots: Tensor) -> tuple[Estimates, Estimates]:
+    def estimates(self, slots: Tensor) -> tuple[Estimates, Estimates]:
         """Return estimates of the entries at ``slots`` (lanes, n)."""
-        assert self.sketches is not None and self.inside is not None
+        assert self.sketches is not None
         at = self.hashed.at(slots, self.size)
-        count = None if self.estimate == "plain" else self.inside.sum(1)
-        shrink = self.estimate == "shrunk"
-        keys, values = (sketch.estimates(at, self.by, count, shrink, self.meter) for sketch in self.sketches)
+        keys, values = (sketch.estimates(at, self.meter) for sketch in self.sketches)
         return keys, values
 
     def _delete(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Subtract the estimates of the entries at ``slots`` (lanes, n) from the sketches, and return them."""
         assert self.sketches is not None
         at, there, found = self.hashed.at(slots, self.size), slots >= 0, []
-        for sketch, estimates in zip(self.sketches, self._estimates(slots), strict=True):
+        for sketch, estimates in zip(self.sketches, self.estimates(slots), strict=True):
             found.append(estimates.dense(sketch.cells.dtype))
             sketch.delete(at, found[-1], there)
         self.inside = _put(self.inside, slots, False)
@@ -133,7 +128,7 @@ class Sketched(EvictedStore):
     def swap(self, resident: WorkingSet, length: int) -> None:
         if self.inside is None or self.scores is None:
             return
-        columns = resident.columns
+        columns = resident.banks.columns
         count = min(SWAPS, columns, self.inside.shape[1] - 1)
         for _ in range(0, columns, max(1, count)):
             inside, scores = self.inside[:, :-1], self.scores[:, :-1]
@@ -186,7 +181,7 @@ class Sketched(EvictedStore):
         if "inside" not in state:
             return
         self.inside, self.scores = state["inside"], state.get("scores")
-        self.sketches = self._new(state["keys.0"], state["values.0"])
+        self.sketches = self.empty(state["keys.0"], state["values.0"])
         for name, sketch in zip(("keys", "values"), self.sketches, strict=True):
             sketch.restore([state[key] for key in sorted(state) if key.startswith(f"{name}.")])
 
@@ -199,7 +194,7 @@ class Sketched(EvictedStore):
         if self.scores is not None:
             fits("scores", self.scores, self.inside.shape, torch.float32)
         widths = zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True)
-        fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in widths))
+        fresh = self.empty(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in widths))
         for sketch, new in zip(self.sketches, fresh, strict=True):
             fits_each("cells", sketch.state(), new.state(), ())
             fits("cells", sketch.cells, new.cells.shape, self.sketches[0].cells.dtype)

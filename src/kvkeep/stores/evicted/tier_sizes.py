@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvkeep.contracts.site import PredictedBytes
+from kvkeep.contracts.part import PredictedBytes
 from kvkeep.geometry import LayerGeometry
 from kvkeep.stores.evicted.groups import GROUP
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.attention.portable import summed
 from kvkeep.contracts.entries import EvictedEntries, gathered
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.memory.extent import Extent, ShapeError, fits_each, within
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.portable import summed
 from kvkeep.step.plan import Span
 from kvkeep.stores.evicted.coded import ByChannel, CodedKeys, NormalisedValues, encode
 from kvkeep.stores.evicted.groups import GROUP, EncodedGroups, FewBits, Groups
@@ -70,7 +70,7 @@ class Tier(FewBits):
         """Codes, scales and offsets of keys, then of values, then slots and scores, (lanes, groups, ...) each."""
         self.channels: list[Tensor] = []
         """The mean and deviation of the channels of values, (lanes, 1, value_dim) each, the same in all tiers."""
-        self.holes = False  # whether some slots are -1
+        self.gaps = False  # whether some slots are -1
 
     @property
     def groups(self) -> int:
@@ -137,7 +137,7 @@ class Tiers(Groups):
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         fresh: list[Tensor] = [*left[:4]]  # type: ignore[list-item]
-        self.gaps |= left.holes and bool((left.slots < 0).any())
+        self.waiting_gaps |= left.gaps and bool((left.slots < 0).any())
         if not self.waiting:
             self._begin(fresh)
         start, count = self.count, self.count + left.slots.shape[1]
@@ -162,7 +162,7 @@ class Tiers(Groups):
     def _begin(self, fresh: Sequence[Tensor]) -> None:
         """Begin a group of waiting entries, with bounds from the present keys, values and slots."""
         keys, values, slots, scores = fresh
-        there = slots >= 0 if self.gaps else None
+        there = slots >= 0 if self.waiting_gaps else None
         codes, scales = waiting_form(self.width)
         kept = [ByChannel.within(numbers, there, GROUP, codes, scales) for numbers in (keys, values)]
         size = len(slots), GROUP
@@ -182,8 +182,8 @@ class Tiers(Groups):
             spare -= tier.groups
         present = [tier for tier in self.tiers if tier.groups]
         empty = torch.stack([(tier.parts[-2] < 0).any() for tier in present]).tolist()  # one transfer from the device
-        for tier, holes in zip(present, empty, strict=True):
-            tier.holes = holes
+        for tier, gaps in zip(present, empty, strict=True):
+            tier.gaps = gaps
 
     def _normalise(self, channels: list[Tensor]) -> None:
         for tier in self.tiers:
@@ -194,7 +194,7 @@ class Tiers(Groups):
     def groups(self) -> Iterator[EncodedGroups]:
         for tier in self.tiers:
             if tier.groups:
-                yield EncodedGroups(tier, tier.parts, tier.parts[-2], tier.holes)
+                yield EncodedGroups(tier, tier.parts, tier.parts[-2], tier.gaps)
 
     def waits(self, count: int) -> tuple[ByChannel, ByChannel]:
         keys, values, *_ = self.waiting
@@ -202,7 +202,7 @@ class Tiers(Groups):
 
     def spans(self) -> Sequence[Span] | None:
         kept = [*self.groups()]
-        if self.gaps or any(one.holes for one in kept):
+        if self.waiting_gaps or any(one.gaps for one in kept):
             return None
         if not self.waiting:
             return ()
@@ -227,7 +227,7 @@ class Tiers(Groups):
 
     def _emptied(self) -> Iterator[Tensor]:
         for tier in self.tiers:
-            tier.holes = True
+            tier.gaps = True
         return super()._emptied()
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -242,15 +242,15 @@ class Tiers(Groups):
         self._normalise(named.get("channels", []))
 
     def state(self) -> dict[str, Tensor]:
-        flags = [self.count, self.gaps, *(tier.holes for tier in self.tiers)]
+        flags = [self.count, self.waiting_gaps, *(tier.gaps for tier in self.tiers)]
         return super().state() | {"counts": torch.tensor(flags)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         super().restore(state)
-        self.count, gaps, *holes = state["counts"].tolist()
-        self.gaps = bool(gaps)
-        for tier, flag in zip(self.tiers, holes, strict=True):
-            tier.holes = bool(flag)
+        self.count, waiting_gaps, *gaps = state["counts"].tolist()
+        self.waiting_gaps = bool(waiting_gaps)
+        for tier, flag in zip(self.tiers, gaps, strict=True):
+            tier.gaps = bool(flag)
 
     def check(self, extent: Extent) -> None:
         within("counts", self.count, 0, GROUP)

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EntryState, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader
-from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.read_evicted import observe_evicted
@@ -86,12 +86,11 @@ def attended_exactly(layer: Layer, step: AttentionInputs, output: Tensor, lse: T
     """Let the selector and the store learn the attention of a step over all entries: resident, evicted and new."""
     resident, store = layer.resident, layer.evicted
     wide = step.wide(layer.length)
-    if step.brings_entries and store.neighbours is not None:
-        store.neighbours.begin(resident)
+    if step.brings_entries:
+        store.begin(resident)
     resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces()] if resident.observes else []
     resident.observe(step, lse, resident_segments, layer.pending, layer.length)
     if store.listens:
         pieces = store.pieces(step.query, resident, layer.length)
         observe_evicted(layer, step, lse, [layer.segment(piece, step, wide) for piece in pieces])
-    if store.neighbours is not None:
-        store.neighbours.attended(step, output, resident)
+    store.attended(step, output, resident)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.attention import attend, received
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.memory.meter import nbytes
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.backing import Backed, attended_exactly
@@ -55,7 +55,7 @@ class DraftAndVerify(Backed):
         """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
         only the backing has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
-        only_backed = not (store.keeps or store.neighbours)
+        only_backed = not (store.keeps or store.makes_room)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
 
     # -- a forward pass -----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class DraftAndVerify(Backed):
     def choose(self, layer: Layer) -> None:
         """Choose the resident entries anew from all entries, if these exceed the budget."""
         voters, self._voters = self._voters, None
-        if voters is None or not self.chooses(layer) or layer.resident.least_columns >= layer.length:
+        if voters is None or not self.chooses(layer) or layer.resident.banks.least_columns >= layer.length:
             return
         step, lse = voters.step, voters.lse
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:

@@ -24,12 +24,11 @@ class ReadEvicted(Reader):
         settled = layer.attends_settled(step)
         if settled:
             layer.settle()
-        elif step.brings_entries and store.neighbours is not None:
-            store.neighbours.begin(resident)
+        elif step.brings_entries:
+            store.begin(resident)
         found = self._attended_where_it_lies(layer, step) if settled and step.queries == 1 else None
         output = self._attended(layer, step, settled) if found is None else found
-        if store.neighbours is not None:
-            store.neighbours.attended(step, output, resident)
+        store.attended(step, output, resident)
         if step.last:
             layer.finish()
         return output
@@ -93,7 +92,7 @@ class ReadEvicted(Reader):
 def observe_evicted(layer: Layer, step: AttentionInputs, lse: Tensor, evicted: Iterable[Segment]) -> None:
     """Let a store that listens learn the attention of its pieces in a step, by the log-sum-exp over all entries."""
     resident = layer.resident
-    window, lse = resident.selector.observation_window or None, resident.unpadded(lse)
+    window, lse = resident.selector.observation_window or None, layer.ledger.unpadded(lse, layer.heads)
     reduce = resident.selector.reduce
     weights = [received(step.query, piece, lse, step.scaling, window, reduce) for piece in evicted]
     layer.evicted.observe(weights, min(step.queries, window or step.queries), resident)

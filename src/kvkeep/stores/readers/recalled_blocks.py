@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.site import Site
+from kvkeep.contracts.part import Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent

@@ -10,7 +10,7 @@ from typing import Any
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.errors import UsageError
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.windows import WindowState, noted
+from kvkeep.stores.dynamic import WindowState, noted
 
 
 class RoundPhase(Enum):

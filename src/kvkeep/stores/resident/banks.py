@@ -57,7 +57,7 @@ class Bank:
     """The first keys before rotation, where positions are within the cache."""
     used: int = 0
     """The number of columns in use: those that may hold an entry."""
-    vacant: int = 0
+    gaps: int = 0
     """The number of empty columns in use: the largest of any lane."""
 
     def of(self, rows: Tensor) -> Tensor:
@@ -102,10 +102,10 @@ class Bank:
 
     def piece(self, tail: int = 0) -> Piece:
         """Return the columns in use, and the first ``tail`` columns of the tail behind them."""
-        stop, holes = self.used + tail, self.vacant > 0
+        stop, gaps = self.used + tail, self.gaps > 0
         extra = None if self.extra is None else self.extra[:, : self.used]
         keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
-        return Piece(keys, values, self.slots[:, : self.used], holes=holes, extra=extra, lanes=self.lanes)
+        return Piece(keys, values, self.slots[:, : self.used], gaps=gaps, extra=extra, lanes=self.lanes)
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, slice, Tensor, Tensor]]:
@@ -145,8 +145,8 @@ class Bank:
         within("used columns", self.used, 0, self.columns + 1)
         occupied = self.slots >= 0
         twice = self.slots.sort(1).values.diff(dim=1).eq(0).sum() > (~occupied).sum(1).sub(1).clamp(min=0).sum()
-        vacant = int((~occupied[:, : self.used]).sum(1).max()) if self.used and lanes else 0
-        if twice or bool(occupied[:, self.used :].any()) or not vacant <= self.vacant <= self.used:
+        gaps = int((~occupied[:, : self.used]).sum(1).max()) if self.used and lanes else 0
+        if twice or bool(occupied[:, self.used :].any()) or not gaps <= self.gaps <= self.used:
             raise ShapeError("'slots' are twice the same, or where none are used")
 
     def recount(self) -> None:
@@ -154,11 +154,11 @@ class Bank:
         occupied = self.slots >= 0
         filled = occupied.any(0).nonzero()
         self.used = int(filled.max()) + 1 if filled.numel() else 0
-        self.count_vacant()
+        self.count_gaps()
 
-    def count_vacant(self) -> None:
+    def count_gaps(self) -> None:
         """Count the empty columns among those in use: the largest number of any lane."""
-        self.vacant = int((self.slots[:, : self.used] < 0).sum(1).max()) if self.used else 0
+        self.gaps = int((self.slots[:, : self.used] < 0).sum(1).max()) if self.used else 0
 
 
 class Banks:
@@ -184,6 +184,19 @@ class Banks:
     @property
     def columns(self) -> int:
         return max(bank.columns for bank in self.banks)
+
+    @property
+    def least_columns(self) -> int:
+        """The smallest capacity of a lane, in entries."""
+        return min((bank.columns for bank in self.banks), default=0)
+
+    @property
+    def seen_by_all(self) -> int:
+        """The number of columns in use, if they are consecutive and every later query sees all of them; else 0."""
+        bank = self.banks[0]
+        if len(self.banks) > 1 or bank.gaps or bank.extra is not None or self.ledger.visible is not None:
+            return 0
+        return bank.used if bank.columns else 0
 
     def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Give every lane the columns for its row's entries, with the new ``keys`` and ``values`` (lanes, n, dim) after
@@ -255,7 +268,7 @@ class Banks:
                     kept[bank.lanes, : part.shape[1]] = part
         full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)
         gathered = EvictedEntries(*joined)  # type: ignore[arg-type]
-        return gathered._replace(holes=not full or any(left.holes for _, left in there))
+        return gathered._replace(gaps=not full or any(left.gaps for _, left in there))
 
     @outside_inference_mode
     def refill(self, entries: EvictedEntries, ranks: Tensor, budgets: Sequence[int]) -> Tensor:
@@ -344,7 +357,7 @@ class Banks:
     def state(self) -> dict[str, Tensor]:
         saved: dict[str, Tensor] = {}
         for number, bank in enumerate(self.banks):
-            saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
+            saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.gaps])
             for name in SAVED:
                 if (tensor := getattr(bank, name)) is not None:
                     saved[f"{number}.{name}"] = tensor
@@ -354,9 +367,9 @@ class Banks:
         self.banks = []
         while f"{len(self.banks)}.layout" in state:
             number = len(self.banks)
-            self.heads, budget, used, vacant = state[f"{number}.layout"].tolist()
+            self.heads, budget, used, gaps = state[f"{number}.layout"].tolist()
             parts = {name: state.get(f"{number}.{name}") for name in SAVED}
-            self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
+            self.banks.append(Bank(budget=budget, used=used, gaps=gaps, **parts))  # type: ignore[arg-type]
 
     def check(self, extent: Extent, sinks: int | None) -> None:
         """Raise ShapeError where banks do not have all lanes of ``extent``, each within its budget. sinks: the number
@@ -399,7 +412,7 @@ def _move(homes: dict[int, tuple[Bank, int]], members: list[int], fresh: Bank) -
                 bank.sinks.new_zeros(len(members), *bank.sinks.shape[1:]) if fresh.sinks is None else fresh.sinks
             )
             fresh.sinks[numbers] = bank.sinks[places]
-        fresh.vacant = max(fresh.vacant, fresh.used - used + bank.vacant)
+        fresh.gaps = max(fresh.gaps, fresh.used - used + bank.gaps)
 
 
 def bank_columns(budget: int, tokens: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.errors import UsageError
 from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.meter import storage_bytes
 from kvkeep.models.adapter import Adapter
@@ -129,9 +130,13 @@ class CachePositions:
         if len(self._next) not in (1, rows) or len(self._turned) not in (1, rows) or length - self.base > self.limit:
             raise ShapeError("the gap behind the sinks is not that of all rows")
 
-    def holds_on_to(self, length: int) -> bool:
-        """Return whether a cut to ``length`` would remove sinks that have moved already."""
-        return self._moved and length < self.sinks
+    def check_cut(self, length: int) -> None:
+        """Raise UsageError if a cut to ``length`` tokens would remove sinks that have moved already."""
+        if self._moved and length < self.sinks:
+            raise UsageError(
+                "This cache gives its entries new positions as the text grows, so tokens cannot be removed from "
+                "the end; call reset()."
+            )
 
     def truncate(self, length: int) -> None:
         self._next = self._next.clamp(max=max(0, length - self.sinks))

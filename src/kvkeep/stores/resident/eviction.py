@@ -101,7 +101,7 @@ class Ranking:
             entries = replace(entries, keys=bank.keys[:, : bank.columns], values=bank.values[:, : bank.columns])
         return self.selector.rank(entries)
 
-    def with_holes(self, bank: Bank, length: int) -> Tensor:
+    def with_gaps(self, bank: Bank, length: int) -> Tensor:
         bank.scored()
         return self.of(bank, length).float().masked_fill(bank.slots < 0, float("-inf"))
 
@@ -109,7 +109,7 @@ class Ranking:
         """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order of eviction. Of equal
         ranks, the older entry comes first."""
         by_slot = bank.slots.argsort(dim=1, stable=True)
-        return by_slot.gather(1, self.with_holes(bank, length).gather(1, by_slot).argsort(dim=1, stable=True))
+        return by_slot.gather(1, self.with_gaps(bank, length).gather(1, by_slot).argsort(dim=1, stable=True))
 
 
 def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
@@ -124,8 +124,8 @@ def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
 def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> EvictedEntries | None:
     """Write a single new entry over the lowest-ranked one, as every decoded token does. Return the evicted entry if it
     is ``wanted``."""
-    rank, holes = ranking.of(bank, new.first + 1), bank.vacant > 0
-    bank.vacant -= holes
+    rank, gaps = ranking.of(bank, new.first + 1), bank.gaps > 0
+    bank.gaps -= gaps
     scores = ranking.arrived(bank, new)
     if scores is not None or ranking.scored:
         bank.scored()
@@ -133,7 +133,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
         bank.scores = bank.scores.contiguous()  # a selector may return an expanded tensor
     left = None
     if wanted:
-        every = bank.entries(ranking.scored)._replace(holes=holes)
+        every = bank.entries(ranking.scored)._replace(gaps=gaps)
         left = every.each(lambda rows: rows.new_empty(len(rows), 1, *rows.shape[2:]))
     step = LayerStep(
         Destination(bank.keys, bank.values, 0, bank.slots, bank.scores, bank.extra, bank.newest),
@@ -167,7 +167,7 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     leaving = by_slot.gather(1, order).sort(1).values
     refused = leaving >= columns
     gone = leaving
-    if new.unpadded and not bank.vacant and bank.used < columns:  # drops the empty columns, which have no entries
+    if new.unpadded and not bank.gaps and bank.used < columns:  # drops the empty columns, which have no entries
         gone = leaving[(leaving < bank.used) | refused].view(lanes, -1)
     left = _leaving(bank, new, gone, entries.scores if ranking.scored else None) if wanted else None
     stays = torch.ones(lanes, columns + count, dtype=torch.bool, device=device).scatter_(1, leaving, False)
@@ -182,31 +182,8 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     for counted in (bank.extra, bank.newest):
         if counted is not None:
             counted[lane, target] = 0
-    bank.count_vacant()
+    bank.count_gaps()
     return left
-
-
-def with_new(bank: Bank, new: Arriving, scores: Tensor | None) -> EvictedEntries:
-    """Return copies of a bank's entries and of the new ones, in one list. scores: of the new ones, (lanes, n)."""
-    old = bank.entries(scores is not None).each(lambda rows: rows[:, : bank.used])
-    every = (
-        None
-        if one is None
-        else torch.nn.functional.pad(one, (0, new.count))
-        if fresh is None
-        else torch.cat([one, fresh], 1)
-        for one, fresh in zip(old[:-1], (new.keys, new.values, new.slots, scores, None, None), strict=True)
-    )
-    return EvictedEntries(*every)  # type: ignore[arg-type]
-
-
-def some(entries: EvictedEntries, chosen: Tensor, scored: bool) -> EvictedEntries:
-    """Return the ``chosen`` entries, (lanes, n) bool, in their order. scored: with scores."""
-    counts = chosen.sum(1)
-    columns = (~chosen).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
-    left = entries._replace(scores=entries.scores if scored else None).at(columns)
-    slots = left.slots.masked_fill(~chosen.gather(1, columns), -1)
-    return left._replace(slots=slots, holes=not bool((counts == counts[0]).all()))
 
 
 def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> EvictedEntries:
@@ -220,4 +197,4 @@ def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) 
     keys, values, slots = map(joined, old[:3], (new.keys, new.values, new.slots))
     extra, newest = (None if one is None else one.masked_fill(refused, 0) for one in (old.extra, old.newest))
     picked = None if scores is None else scores.gather(1, leaving)
-    return EvictedEntries(keys, values, slots, picked, extra, newest, not new.unpadded or bank.vacant > 0)
+    return EvictedEntries(keys, values, slots, picked, extra, newest, not new.unpadded or bank.gaps > 0)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import Beginning, EvictedEntries, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
-from kvkeep.memory.rows import JoinedRows, PagedRows, Ring, concatenated
+from kvkeep.memory.rows import JoinedRows, Ring, concatenated
 from kvkeep.step.plan import Destination, LayerStep, Span
 from kvkeep.stores.evicted.in_order import InOrder
 
@@ -88,14 +88,12 @@ class Newest(Resident):
 
     @property
     def lends(self) -> bool:  # type: ignore[override]
-        return self.store.rows is not None and all(
-            isinstance(rows, PagedRows) and rows.lends for rows in self.store.rows
-        )
+        return self.store.rows is not None and all(rows.lends for rows in self.store.rows)
 
     def beginning(self, length: int) -> Beginning:
         self.store.truncate(self.evicted, self)  # type: ignore[arg-type]  # a failed write may have left rows
         assert self.store.rows is not None
-        blocks: list[list[Tensor]] = [rows.freeze(min(length, rows.length)) for rows in self.store.rows]  # type: ignore[attr-defined]
+        blocks = [rows.freeze(min(length, rows.length)) for rows in self.store.rows]
         joined = [JoinedRows(*pair) for pair in zip(self.store.rows, self.rows, strict=True)]
         return Beginning.of(blocks, joined, length)
 
@@ -114,7 +112,7 @@ class Newest(Resident):
 
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
-        self.store.take(EvictedEntries(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
+        self.store.take(EvictedEntries(keys, values, slots, gaps=False), self)  # type: ignore[arg-type]
         # The store has the entries, even if the rest of this step fails.
         self._keys.first = self._values.first = first + keys.shape[1]
 

@@ -50,5 +50,5 @@ def _choose(
     bank.slots[lane, column] = slot.int()
     bank.scores = scores.gather(1, bank.slots.clamp(min=0).long())
     bank.used = columns
-    bank.count_vacant()
+    bank.count_gaps()
     return lane, column, slot

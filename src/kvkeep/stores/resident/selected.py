@@ -11,16 +11,18 @@ from torch import Tensor
 from kvkeep.attention import Segment, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import Asking, Selector
-from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
-from kvkeep.step.plan import Destination, LayerStep, Span
+from kvkeep.step.plan import LayerStep, Span
 from kvkeep.stores.resident.banks import Bank, Banks
-from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest, some, with_new
+from kvkeep.stores.resident.division import divide
+from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest
+from kvkeep.stores.resident.planning import plan
 
 
 class Selected(WorkingSet):
@@ -42,7 +44,7 @@ class Selected(WorkingSet):
         self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
         self.adapter = adapter
         self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
-        scored = store.listens or store.merges or store.neighbours is not None
+        scored = store.listens or store.merges or store.makes_room
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
@@ -60,26 +62,14 @@ class Selected(WorkingSet):
         """Return all entries as one piece in the order of the text; None if some are missing or lie in another
         order."""
         bank = self.banks.banks[0] if len(self.banks) == 1 else None
-        if bank is None or not self.length or self._seen_by_all() != self.length:
+        if bank is None or not self.length or self.banks.seen_by_all != self.length:
             return None
         stop = self.length
         if not bool((bank.slots[:, :stop] == torch.arange(stop, device=bank.slots.device)).all()):
             return None
         return Piece(bank.keys[:, None, :stop], bank.values[:, None, :stop])
 
-    def _seen_by_all(self) -> int:
-        """Return the number of columns in use, if they are consecutive and every later query sees all of them; else
-        0."""
-        bank = self.banks.banks[0]
-        if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
-            return 0
-        return bank.used if bank.columns else 0
-
     # -- attention that was received ----------------------------------------------------------------
-
-    def unpadded(self, lse: Tensor) -> Tensor:
-        """Return ``lse`` (lanes, heads, queries) such that the attention of padding counts as 0."""
-        return self.ledger.unpadded(lse, self.banks.heads)
 
     @property
     def observes(self) -> bool:
@@ -103,8 +93,12 @@ class Selected(WorkingSet):
         arriving = None if new is None else self._arriving(*new, first)
         window = self.window
         queries = step.queries if window is None else min(window, step.queries)
-        remaining, lse, incoming = iter(segments), self.unpadded(lse), None if new is None else step.arriving()
-        asking = None if arriving is None else self._asking(step, arriving)
+        remaining, lse, incoming = (
+            iter(segments),
+            self.ledger.unpadded(lse, self.banks.heads),
+            None if new is None else step.arriving(),
+        )
+        asking = None if arriving is None else _asking(self, step, arriving)
         reduce = self.selector.reduce
         for number, bank in enumerate(self.banks):
             parts = []
@@ -126,15 +120,6 @@ class Selected(WorkingSet):
             bank.score(scores[:, : bank.used].clone())  # a view would keep the new entries' scores in memory
             self._scores[number] = scores[:, bank.used :]
 
-    def _asking(self, step: AttentionInputs, new: Arriving) -> Asking | None:
-        """Return the queries of a step with ``new`` entries, as the selector looks ahead; None where it does not."""
-        if self.adapter is None:
-            return None
-        slots = new.slots[:, new.count - step.queries :]
-        distance = torch.arange(step.queries, 0, -1, device=slots.device)  # from each query to the next position
-        turned = self.adapter.ahead(self.ranking.layer, step.query, distance, self.selector.ahead)
-        return Asking(turned, slots, step.scaling)
-
     def _learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
         slots, scores = bank.slots, bank.scored()
         if bank.used < bank.columns:
@@ -151,61 +136,11 @@ class Selected(WorkingSet):
         self.banks.reserve(keys, values, self.length)
 
     def spans(self) -> Sequence[Span] | None:
-        used = self._seen_by_all()
+        used = self.banks.seen_by_all
         return [Span(self.banks.banks[0].keys, self.banks.banks[0].values, 0, used)] if used else None
 
     def plan(self) -> LayerStep | None:
-        bank, selector = self.banks.banks[0], self.selector
-        if selector.scores_by_slot:
-            return self._plan_scored()
-        columns, used = bank.columns, bank.used
-        if not columns or self._seen_by_all() != used:
-            return None
-        if selector.scores_arrivals or selector.needs_kv or not selector.of_any_layer:
-            return None
-        evicts = used == columns
-        if evicts and columns < bank.budget:
-            return None
-        append = Destination(bank.keys, bank.values, used % columns, bank.slots, bank.scores)
-        share = self.store.plan(append, 0, evicts)
-        if share is None:
-            return None
-        evicted, evict, seen = share
-        spans = [*evicted, Span(bank.keys, bank.values, 0, used + (not evicts))]
-        return LayerStep(append, self.length, evict=evict, attend=spans, seen=seen)
-
-    def _plan_scored(self) -> LayerStep | None:
-        """Return the step of a selector whose scores of new entries are known before their keys. Lanes may have
-        different budgets."""
-        slot, parts = self.length, list[LayerStep]()
-        if self.window != 0 or self.selector.needs_kv or self.ledger.visible is not None:
-            return None
-        for bank in self.banks:
-            grows = bank.used == bank.columns < bank.budget
-            if not bank.columns or bank.vacant or bank.extra is not None or grows:
-                return None
-        slots = torch.full((self.banks.lanes, 1), slot, dtype=torch.int32, device=self.banks.banks[0].slots.device)
-        entries = self.ranking.candidates(None, slots, None, slot + 1, 1)
-        arriving = self.selector.arrive(entries, self.banks.banks[0].keys).float()
-        for bank in self.banks:
-            evicts = bank.used == bank.columns
-            bank.scores = bank.scored().contiguous()  # a selector may return an expanded tensor
-            scores, ranks = bank.of(arriving).contiguous(), None
-            if evicts:
-                ranks = self.ranking.of(bank, slot + 1).contiguous()
-                ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
-            oldest = self.selector.may_tie or self.ranking.scored
-            for first_lane, lanes, keys, values in bank.runs:
-                append = Destination(keys, values, bank.used % bank.columns, bank.slots[lanes], bank.scores[lanes])
-                share = self.store.plan(append, first_lane, evicts)
-                if share is None:
-                    return None
-                (evicted, evict, seen), by = share, None if ranks is None else ranks[lanes]
-                spans = [*evicted, Span(keys, values, 0, bank.used + (not evicts))]
-                fresh = scores[lanes].flatten()
-                parts.append(LayerStep(append, slot, by, oldest, fresh, evict, spans, seen, first_lane=first_lane))
-        first, *others = sorted(parts, key=lambda part: part.first_lane)
-        return first._replace(others=others) if others else first
+        return plan(self)
 
     def commit(self) -> None:
         if any(bank.used == bank.columns for bank in self.banks):
@@ -244,40 +179,15 @@ class Selected(WorkingSet):
         new = self._arriving(keys, values, first)
         overflows = new.count > 1 and any(bank.used + new.count > bank.columns for bank in self.banks)
         if self.selector.divides and overflows:
-            left = self._divide(new)
+            left = divide(self, [self._of(bank, number, new) for number, bank in enumerate(self.banks)])
         else:
             parts = [self._admit(bank, self._of(bank, number, new)) for number, bank in enumerate(self.banks)]
             left = self.banks.gathered(parts)
         observed = bool(self._scores)
         self._scores, self._hand = {}, 0
         self.length = first + new.count
-        if self.store.neighbours is not None:
-            self.store.neighbours.settled(observed, self)
+        self.store.settled(observed, self)
         return left
-
-    def _divide(self, new: Arriving) -> EvictedEntries | None:
-        """Divide the budget between the lanes anew, and keep in each the entries of the highest ranks. Return the
-        others if the store wants them."""
-        banks, parts = self.banks, []
-        for number, bank in enumerate(banks):
-            if self.store.merges:
-                bank.counted()
-            fresh = self._of(bank, number, new)
-            scores = self.ranking.arrived(bank, fresh)
-            if scores is None and self.window != 0:
-                scores = torch.zeros(fresh.slots.shape, device=new.keys.device)
-            parts.append(with_new(bank, fresh, scores))
-        mean = sum(banks.budgets) // len(banks.budgets)
-        with self.meter.holding(*(tensor for part in parts for tensor in part[:-1])):
-            every = banks.gathered(parts)
-            assert every is not None
-            entries = self.ranking.candidates(None, every.slots, every.scores, new.first + new.count, new.count)
-            entries = replace(entries, budget=mean, keys=every.keys, values=every.values)
-            ranks = self.selector.rank(entries).float().masked_fill(every.slots < 0, float("-inf"))
-            (shares,) = self.selector.shares([ranks], self.ledger.batch, mean)
-            with self.meter.holding(*(every[:-1] if len(parts) > 1 else ())):
-                stays = banks.refill(every, ranks, shares)
-        return some(every, ~stays & (every.slots >= 0), self.ranking.scored) if self.store.keeps else None
 
     def _admit(self, bank: Bank, new: Arriving) -> EvictedEntries | None:
         """Keep the new entries of one bank; return the evicted ones."""
@@ -285,12 +195,12 @@ class Selected(WorkingSet):
         if not bank.columns:  # a budget of 0, or a row of padding
             scores = self.ranking.arrived(bank, new) if store.listens else None
             wanted = store.keeps and not store.merges
-            return EvictedEntries(new.keys, new.values, new.slots, scores, holes=not new.unpadded) if wanted else None
+            return EvictedEntries(new.keys, new.values, new.slots, scores, gaps=not new.unpadded) if wanted else None
         if new.unpadded and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None
-        if store.neighbours is not None:
-            store.neighbours.make_room(bank, new, self)
+        if store.makes_room:
+            store.make_room(bank, new, self)
             return None
         if store.merges:
             bank.counted()
@@ -299,15 +209,6 @@ class Selected(WorkingSet):
         return compete(bank, new, self.ranking, store.keeps)
 
     # -- what stores and readers ask of it ------------------------------------------------------------
-
-    @property
-    def columns(self) -> int:
-        return self.banks.columns
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        """The budget of each lane, or of each KV head where all rows agree; one number: the same for all."""
-        return self.banks.budgets
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
         if self.selector.needs_kv:
@@ -322,7 +223,7 @@ class Selected(WorkingSet):
     def lowest(self, count: int) -> Tensor:
         ranks = torch.full((self.banks.lanes, count), float("inf"), device=self.banks.banks[0].slots.device)
         for bank in self.banks:
-            of_bank = self.ranking.with_holes(bank, self.length)
+            of_bank = self.ranking.with_gaps(bank, self.length)
             of_bank = of_bank.topk(min(count, bank.columns), dim=1, largest=False).values
             ranks[bank.index, : of_bank.shape[1]] = of_bank
         return ranks
@@ -352,18 +253,9 @@ class Selected(WorkingSet):
                 bank.scores[lane, column] = 0.0
             if len(column):
                 bank.used = max(bank.used, int(column.max()) + 1)
-            bank.count_vacant()
-        self._hand_over(left)
-
-    def _hand_over(self, left: list[EvictedEntries]) -> None:
-        """Pass the evicted entries of each bank to the store."""
+            bank.count_gaps()
         if left and (gathered := self.banks.gathered(left)) is not None:
             self.store.take(gathered, self)
-
-    @property
-    def least_columns(self) -> int:
-        """The smallest capacity of a lane, in entries."""
-        return min((bank.columns for bank in self.banks), default=0)
 
     def resident_slots(self, unmerged: bool = False) -> Tensor:
         return self.banks.resident_slots(self.length, unmerged)
@@ -398,3 +290,13 @@ class Selected(WorkingSet):
         self.banks.check(extent, self.selector.sinks_in_cache(True))
         if self.selector.scores_arrivals and any(bank.used and bank.scores is None for bank in self.banks):
             raise ShapeError("'scores' are missing")
+
+
+def _asking(resident: Selected, step: AttentionInputs, new: Arriving) -> Asking | None:
+    """Return the queries of a step with ``new`` entries, as the selector looks ahead; None where it does not."""
+    if resident.adapter is None:
+        return None
+    slots = new.slots[:, new.count - step.queries :]
+    distance = torch.arange(step.queries, 0, -1, device=slots.device)  # from each query to the next position
+    turned = resident.adapter.ahead(resident.ranking.layer, step.query, distance, resident.selector.ahead)
+    return Asking(turned, slots, step.scaling)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvkeep.clock import ClockWatch
+from kvkeep.files.clock import ClockWatch
 
 
 @pytest.mark.parametrize("by", [-(10**9), -3600, 3600, 10**9])

@@ -14,13 +14,11 @@ from typing import IO
 
 import pytest
 
-from kvkeep.files import STALE_S, owner, write_whole
+from kvkeep.files.atomic import STALE_S, owner, write_whole
 
 SLOW = """
 import os, sys, time
-from kvkeep import files
-if sys.argv[2] == "named":
-    del os.O_TMPFILE
+from kvkeep.files import atomic
 
 def slowly(file):
     file.write(b"half")
@@ -28,24 +26,15 @@ def slowly(file):
     print("writing", flush=True)
     time.sleep(60)
 
-files.write_whole(sys.argv[1], slowly)
+atomic.write_whole(sys.argv[1], slowly)
 """
-KINDS = ["nameless", "named"] if hasattr(os, "O_TMPFILE") else ["named"]
 
 
 def put(path: Path, text: bytes) -> None:
     write_whole(path, lambda file: file.write(text))  # type: ignore[arg-type, return-value]
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Files without a name until they are whole, and where these cannot be."""
-    if request.param == "named":
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    return request.param
-
-
-def test_modes_and_links_are_kept(kind: str, tmp_path: Path) -> None:
+def test_modes_and_links_are_kept(tmp_path: Path) -> None:
     """Session files used to become private, and links files."""
     folder, link = tmp_path / "elsewhere", tmp_path / "link"
     folder.mkdir()
@@ -66,7 +55,7 @@ def test_modes_and_links_are_kept(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), ValueError()])
-def test_what_fails_leaves_what_was_there(kind: str, tmp_path: Path, fault: BaseException) -> None:
+def test_what_fails_leaves_what_was_there(tmp_path: Path, fault: BaseException) -> None:
     def fails(file: IO[bytes]) -> None:
         file.write(b"half")
         raise fault
@@ -77,51 +66,24 @@ def test_what_fails_leaves_what_was_there(kind: str, tmp_path: Path, fault: Base
     assert (tmp_path / "file").read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
 
 
-def test_only_files_are_replaced(kind: str, tmp_path: Path) -> None:
+def test_only_files_are_replaced(tmp_path: Path) -> None:
     for path in (tmp_path, Path(os.devnull)):
         with pytest.raises(OSError):
             put(path, b"one")
     assert not Path(os.devnull).is_file()
 
 
-def test_a_file_system_without_nameless_files_has_them_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def refuses(path: str, flags: int, *more: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return opened(path, flags, *more)
-
-    if "nameless" in KINDS:
-        monkeypatch.setattr(os, "open", refuses)
-    put(tmp_path / "file", b"one")
-    assert (tmp_path / "file").read_bytes() == b"one"
-
-
-def test_a_file_system_that_cannot_name_them_has_them_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*_: object, **__: object) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuses)
-    for text in (b"one", b"two"):
-        put(tmp_path / "file", text)
-    assert (tmp_path / "file").read_bytes() == b"two" and os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_write_leaves_nothing_for_long(tmp_path: Path, kind: str) -> None:
+def test_a_killed_write_leaves_nothing_for_long(tmp_path: Path) -> None:
     path = tmp_path / "file"
     put(path, b"before")
-    command = [sys.executable, "-c", SLOW, str(path), kind]
+    command = [sys.executable, "-c", SLOW, str(path)]
     for _ in range(2):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stdout.readline() == "writing\n"
             process.send_signal(signal.SIGKILL)
         assert path.read_bytes() == b"before"
         left = sorted(os.listdir(tmp_path))
-        assert left[-1] == "file" and len(left) == (1 if kind == "nameless" else 2)
+        assert left[-1] == "file" and len(left) == 2
         assert all(name.startswith(".file.saving-") for name in left[:-1])
     put(path, b"after")
     assert path.read_bytes() == b"after" and os.listdir(tmp_path) == ["file"]
@@ -139,12 +101,12 @@ def test_what_others_write_is_left_to_them(tmp_path: Path) -> None:
     long_ago = time.time() - 2 * STALE_S
     for name in (forgotten, old):  # somebody may have set the clock
         os.utime(tmp_path / name, (long_ago, long_ago))
-    for text in (b"one", b"two"):  # a new file without a name needs none of theirs; one that is replaced does
+    for text in (b"one", b"two"):  # theirs are searched where a file is replaced
         put(tmp_path / "file", text)
     assert set(os.listdir(tmp_path)) == {"file", alive, elsewhere, another, old}
 
 
-def test_a_file_of_any_name_is_made_and_replaced(kind: str, tmp_path: Path) -> None:
+def test_a_file_of_any_name_is_made_and_replaced(tmp_path: Path) -> None:
     for name in ("file", "a" * 255, "ü" * 127, ".hidden", "with space [x]*"):
         for text in (b"one", b"two"):
             put(tmp_path / name, text)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvkeep_lab.process_rollup import ProcessMemory, current_process_memory
 
 from kvkeep.errors import KvkeepError
-from kvkeep.memory.process import ProcessMemory, current_process_memory
 
 
 def test_memory_is_read_from_the_systems_file(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""The memory of a process, as the system reports it."""
+"""The memory of a process, as the system reports it in ``smaps_rollup``."""
 
 from __future__ import annotations
 
 import gc
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +35,6 @@ def current_process_memory(rollup: Path = Path("/proc/self/smaps_rollup")) -> Pr
         return process_memory_of(rollup)
     except OSError as error:
         raise KvkeepError("The memory of a process can be measured on Linux only.") from error
-
-
-def resident_now(statm: Path = Path("/proc/self/statm")) -> int | None:
-    """Return the resident set of this process in bytes, including mapped files; None if the system does not report it.
-    This takes microseconds; :func:`current_process_memory` takes milliseconds."""
-    try:
-        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return None
 
 
 def process_memory_of(rollup: Path) -> ProcessMemory:

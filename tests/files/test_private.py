@@ -17,9 +17,9 @@ from kvkeep.blocks import archive
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.cli.chat.screen import _history
+from kvkeep.files.private import check_kind, holds, make_folder, open_file, wait_for_lock
 from kvkeep.memory.places import Disk
 from kvkeep.models.checksum import remembered_sha256
-from kvkeep.private_files import check_kind, holds, make_folder, open_file, open_lock, wait_for_lock
 from kvkeep.serve.http.keys import kept_key
 
 
@@ -101,7 +101,7 @@ def test_files_of_other_kinds_are_not_opened(tmp_path: Path) -> None:
 
 def test_a_lock_is_that_of_the_file_that_is_there(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    handle = open_lock(path)
+    handle = open_file(path, os.O_RDWR | os.O_CREAT)
     assert holds(handle, path)
     path.unlink()
     assert not holds(handle, path)

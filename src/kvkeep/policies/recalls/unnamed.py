@@ -1,13 +1,25 @@
-"""The recall of methods that name none: every step attends to all entries of the store."""
+"""The recalls of methods that name none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.contracts.site import Site
+from kvkeep.stores.readers.read_checkpoint import ReadCheckpoint
 from kvkeep.stores.readers.read_evicted import ReadEvicted
+
+
+@dataclass(frozen=True)
+class Everything(Recall):
+    """Every step attends to the checkpoint, which holds all entries in the order of the text: the recall of a selector
+    with a checkpoint."""
+
+    label: ClassVar[str] = ""
+
+    def reader(self, site: Site, shared: Any) -> Reader:
+        return ReadCheckpoint(site)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.memory.pages import RecentPages, recent_pages_of
 from kvkeep.memory.places import Device, Disk
-from kvkeep.memory.recent_pages import RecentPages, recent_pages_of
 from kvkeep.memory.rows import concatenated
 
 CAPACITY, SMALLEST, LARGEST = 40, 4, 12

@@ -1,7 +1,7 @@
 """The stream of one cache: it records the tokens of each forward pass, attends, and undoes an unfinished pass.
 
-The model's hooks (:mod:`kvkeep.hooks`) call it. A layer is *streamed* if the model sees only its new entries, and the
-stream attends to the past. The stream also attends in all other layers if the native library runs them.
+The model's hooks (:mod:`kvkeep.passes.hooks`) call it. A layer is *streamed* if the model sees only its new entries,
+and the stream attends to the past. The stream also attends in all other layers if the native library runs them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from kvkeep.memory.disk_rows import DiskChecks
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
+from kvkeep.passes.record import TextRecord
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.reconstruction import Rereading
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
 from kvkeep.stores.layer_group import LayerGroup
-from kvkeep.text_record import TextRecord
 
 TRIM_TOKENS = 2048
 """Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
 grow with the text."""
-_REHEARSED = ("rehearsing", "chunk", "pass_hooks", "earlier_outputs", "last_outputs")
-"""Attributes of a stream that a pass or a rehearsal sets."""
 
 
 class CacheStream:
@@ -44,8 +42,6 @@ class CacheStream:
 
     pass_hooks: Sequence[PassHook]
     """Hooks of the method's parts, called before and after each pass."""
-    last_outputs = 0
-    """The number of last positions whose outputs the caller uses; 0: all."""
     rehearsing = False
     """The entries of the present pass are discarded (:mod:`kvkeep.stores.readers.rehearsal`)."""
     open = False
@@ -70,7 +66,6 @@ class CacheStream:
         self.any_chunk = method.exactness == "exact" and not method.oneshot  # no chunk changes an answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
         self.record = TextRecord()
-        self.earlier_outputs: list[Tensor] = []  # of a prompt's earlier chunks
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
@@ -86,17 +81,16 @@ class CacheStream:
     def rehearsal(self) -> Iterator[None]:
         """Within the block a text is read in one chunk, hooks and listeners are not called, and the caller discards the
         entries (:mod:`kvkeep.stores.readers.rehearsal`)."""
-        before = {name: getattr(self, name) for name in _REHEARSED}
+        before = self.chunk, self.pass_hooks
         self.rehearsing, self.chunk, self.pass_hooks = True, sys.maxsize, ()
         listeners = self.record.on_progress, self.record.on_block
         self.record.tell_nobody()
         try:
             yield
         finally:
-            self.open = False
+            self.open = self.rehearsing = False
             self.record.tell(*listeners)
-            for name, value in before.items():
-                setattr(self, name, value)
+            self.chunk, self.pass_hooks = before
 
     # -- a forward pass -----------------------------------------------------------------------------
 
@@ -328,7 +322,7 @@ class CacheStream:
         index = module.layer_idx
         source = self.geometry.layers[index].source
         layer = self.layers[source]
-        self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)
+        self._pending_bytes = max(self._pending_bytes, sum(part.nbytes for part in layer.pending or ()))
         if self.positions is not None:
             self.positions.place(layer)  # before the new entries, which already have positions
         brings, last = index == source, self._readers[source] == index
@@ -345,7 +339,7 @@ class CacheStream:
                 f"or the {key.shape[2]} new ones."
             )
         step = AttentionInputs.of(module, query, key, value, mask, scaling, layer.heads, brings, last)
-        return step.unfolded(layer.attend(step))
+        return step.unfolded(layer.reader.attend(layer, step))
 
     _attend_without_gradients = outside_inference_mode(_attend_streamed)
 
@@ -410,6 +404,11 @@ class CacheStream:
         """Whether the text is complete, and so long that ``compress()`` has to read it again."""
         reads_on = self.record.continues or self.rehearsing
         return self.rereading is not None and self.ledger.length > self.rereading.entries and not reads_on
+
+    def check_disk(self) -> None:
+        """Compare entries on disk with what was written: all of them, but those of ``endless`` beyond its exact part,
+        which are compared when they are recalled. Raises EntriesLost."""
+        self.disk.check(compare=self.exact_tokens is None or self.length <= self.exact_tokens)
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""

@@ -32,3 +32,10 @@ def interpolated(first: Tensor, second: Tensor, share: Tensor | float) -> Tensor
     if isinstance(share, Tensor):
         return torch.where(share < 0.5, first + difference * share, second - difference * (1 - share))
     return first + difference * share if share < 0.5 else second - difference * (1 - share)
+
+
+def scattered(numbers: Tensor) -> Tensor:
+    """Return 31 hashed bits for each of ``numbers`` (int64), int64, by integer arithmetic modulo 2**64."""
+    for multiplier in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
+        numbers = (numbers ^ (numbers >> 29)) * multiplier
+    return (numbers >> 33) & 0x7FFFFFFF

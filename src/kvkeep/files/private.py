@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from kvkeep.files import lock
+from kvkeep.files.atomic import lock
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _KINDS = {
@@ -134,11 +134,6 @@ def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
     return content
 
 
-def open_lock(path: Path) -> int:
-    """Open a file that is there to be locked; create a missing one. Raises OSError."""
-    return open_file(path, os.O_RDWR | os.O_CREAT)
-
-
 def holds(handle: int, path: Path) -> bool:
     """Return whether ``path`` is the name of the open file ``handle``: a lock on a file that was removed or replaced
     excludes no other program. Raises OSError."""
@@ -167,7 +162,7 @@ def wait_for_lock(path: Path, patience_s: float = math.inf) -> int:
     without locks every program gets it. Raises BlockingIOError if another program holds the lock, and OSError."""
     until = time.monotonic() + patience_s
     for _ in range(_ATTEMPTS):
-        handle = open_lock(path)
+        handle = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             while not lock(handle, wait=patience_s == math.inf):
                 if time.monotonic() > until:

@@ -20,10 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.forward import current_probe
+from kvkeep.passes.stream import CacheStream
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep
-from kvkeep.stream import CacheStream
 
 T = TypeVar("T")
 
@@ -72,6 +72,7 @@ class ForwardHooks:
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._executor: Any = native
+        self._outputs: tuple[list[Tensor], int] = [], 0
 
     @property
     def single(self) -> CacheStream | None:
@@ -173,19 +174,14 @@ class ForwardHooks:
         """Return attention (batch, heads, queries, value_dim); None: transformers computes it."""
         layer, row = self.geometry.layers[int(module.layer_idx)], None  # type: ignore[arg-type]
         if layer.index in self._planned:
-            row = self._execute(layer.index, query, key, value, scaling)
+            run: Callable[..., Tensor] = native.run if self._executor is native else outside_inference_mode(plain.run)
+            row = run(*self._planned[layer.index], query, key, value, scaling)
+            self._run.append(layer.index)
             if self.plans(layer.index):
                 return row.transpose(1, 2)
         if not self.packed:
             return self.sessions[0].stream.attend(module, query, key, value, mask, scaling)
         return self._attend_packed(module, layer, row, query, key, value, scaling)
-
-    def _execute(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        steps, tokens = self._planned[layer]
-        run: Callable[..., Tensor] = native.run if self._executor is native else outside_inference_mode(plain.run)
-        row = run(steps, tokens, query, key, value, scaling)
-        self._run.append(layer)
-        return row
 
     def _attend_packed(
         self,
@@ -251,6 +247,16 @@ class ForwardHooks:
                 found = self._attempt(session, session.cache.update, *parts, layer_idx)
                 if found is not None:
                     session.entries[layer_idx] = found
+
+    def keep_outputs(self, earlier: list[Tensor], last: int) -> None:
+        """Keep what the outputs of a prompt's last chunk need, until :meth:`take_outputs`. earlier: the outputs of the
+        chunks before it, (batch, n, hidden_size); last: the number of its last positions that are used; 0: all."""
+        self._outputs = earlier, last
+
+    def take_outputs(self) -> tuple[list[Tensor], int]:
+        """Return what :meth:`keep_outputs` was given last, and forget it."""
+        kept, self._outputs = self._outputs, ([], 0)
+        return kept
 
     def end_forward(self, completed: bool) -> None:
         """End the pass of each session, and undo that of one that failed."""

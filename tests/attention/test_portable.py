@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.portable import interpolated, summed
+from kvkeep.attention.portable import interpolated, summed
 
 
 @given(count=st.integers(0, 40), seed=st.integers(0, 99))

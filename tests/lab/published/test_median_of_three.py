@@ -9,9 +9,8 @@ from statistics import fmean, median
 
 import pytest
 import torch
+from kvkeep_lab.published.sketch_variants import MEDIAN
 from torch import Tensor
-
-from kvkeep.stores.evicted.sketch import MEDIAN
 
 Quantile = Callable[[Tensor], Tensor]
 """x by F(x), of a symmetric distribution around 0."""
