@@ -97,10 +97,6 @@ def block_bytes(store: Store) -> int:
     return sum(path.stat().st_size for path in files(store.folder) if path.suffix == ".block")
 
 
-def ledger_bytes(store: Store) -> int:
-    return int.from_bytes((store.blocks.folder / "bytes").read_bytes(), "little")
-
-
 # -- faults -----------------------------------------------------------------------------------------------
 
 _EVENTS = {

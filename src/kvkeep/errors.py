@@ -92,7 +92,7 @@ class BlockDamaged(StoreError):
     """The file of a block is not as it was written; the message is a part of a sentence."""
 
 
-class BlockVersion(BlockMissing):
+class BlockVersion(StoreError):
     """The file of a block is of another version of kvkeep; it is neither read nor changed."""
 
 
@@ -112,7 +112,7 @@ class SessionUnwritable(SessionError):
     """The file of a session could not be written (full disk, read-only folder)."""
 
 
-class SessionVersion(SessionUnwritable):
+class SessionVersion(SessionError):
     """Another version of kvkeep has saved the session; it is neither read nor changed."""
 
 

@@ -11,7 +11,6 @@ import random
 import resource
 import shutil
 import struct
-import tarfile
 import time
 import zlib
 from collections import Counter
@@ -31,7 +30,7 @@ from kvkeep.blocks.block_file import HEADER, checksum, described, parse
 from kvkeep.blocks.references import decode, encode
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
-from kvkeep.errors import SessionDamaged, SessionVersion
+from kvkeep.errors import SessionDamaged
 
 pytestmark = pytest.mark.usefixtures("kernels")
 NAME = "me/talk"
@@ -248,13 +247,6 @@ def test_a_huge_size_takes_no_memory(tmp_path: Path) -> None:
         with pytest.raises(SessionDamaged, match="is damaged, or not a file of"):
             archive.add(source, Store(tmp_path / "store"), NAME)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
-
-
-def test_a_file_of_an_earlier_version_is_a_sentence(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "in", "w", format=tarfile.USTAR_FORMAT) as tar:
-        tar.addfile(tarfile.TarInfo("session"))
-    with pytest.raises(SessionVersion, match="of another version of kvkeep; import it with that version"):
-        archive.add(tmp_path / "in", Store(tmp_path / "store"), NAME)
 
 
 def test_what_is_no_file_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from forked import exit_codes
-from storing import TURNS, block_bytes, check_whole, files, kept, ledger_bytes, session, store_text
+from storing import TURNS, check_whole, files, kept, session, store_text
 
-from kvkeep.blocks.folder import BlockFolder
 from kvkeep.blocks.marked_folder import MARKER
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
@@ -93,26 +92,7 @@ def test_an_open_session_is_saved_as_a_whole_where_the_store_is(
         assert len(caplog.records) == (what != "its blocks removed"), caplog.text
     assert (folder / MARKER).read_bytes() == b"1\n"
     assert check_whole(Store(folder), NAME, name) == TURNS[1]
-    assert ledger_bytes(store) == block_bytes(store)
     store_text(Store(folder), NAME, name)  # a later program
-
-
-def test_a_store_that_vanishes_within_a_save_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, write = tmp_path / "store", BlockFolder.write
-    store_text(Store(folder), NAME, "h2o", TURNS[0])
-    removed: list[bool] = []
-
-    def write_and_remove(*given: object) -> int:
-        gone = write(*given)  # type: ignore[arg-type]
-        if not removed:
-            removed.append(True)
-            shutil.rmtree(folder)
-        return gone
-
-    with StoredSession(Store(folder), NAME, writing=True) as stored:
-        monkeypatch.setattr(BlockFolder, "write", write_and_remove)
-        stored.save(session(kept("h2o"), length=TURNS[1]))
-    assert removed and check_whole(Store(folder), NAME, "h2o") == TURNS[1]
 
 
 def test_two_programs_have_one_lock_in_the_folder_that_is_there(tmp_path: Path) -> None:

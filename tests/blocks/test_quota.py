@@ -73,4 +73,3 @@ def test_it_holds_at_every_moment_under_eight_writers(dies: bool, tmp_path: Path
     BlockFolder(tmp_path, quota).write(BlockName("a", "e" * 32), block(1))
     count, total = folder.count()
     assert total <= quota and count > 6
-    assert int.from_bytes((tmp_path / "bytes").read_bytes(), "little") == total

@@ -13,9 +13,9 @@ from conftest import tokenizer
 from families import tiny
 
 from kvkeep import plugins
-from kvkeep.cli.serve import single_process
+from kvkeep.cli.serve import process
 from kvkeep.cli.serve.defaults import default_cache, describe_default
-from kvkeep.cli.serve.listening import HTTPServer
+from kvkeep.cli.serve.process import HTTPServer
 from kvkeep.cli.serve.server_options import (
     LimitOptions,
     MemoryOptions,
@@ -100,7 +100,7 @@ def test_it_listens_before_anything_is_loaded(
     monkeypatch.setattr(HTTPServer, "start", noted)
     monkeypatch.setattr(HTTPServer, "serve_until_exit", served)
     monkeypatch.setattr(loading, "load", loaded)
-    monkeypatch.setattr(single_process, "_stop_on_signals", lambda *given: None)
+    monkeypatch.setattr(process, "_stop_on_signals", lambda *given: None)
     common = ("serve", "--model", str(model_folder), "--port", "0", "--sessions", str(tmp_path))
     code, _, err = run(*common)
     assert code == 0 and [*events[0][:1], *events[1:]] == ["listens", "loads", "answered"], err

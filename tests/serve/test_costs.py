@@ -20,6 +20,7 @@ from answering import small
 from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, raw, serving, streamed, within
 from worst_bodies import REFUSED, TOKENIZE
 
+from kvkeep.cli.serve.process import StartingApp
 from kvkeep.decode.encoding import PromptText
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering, app, completions, connection, events, protocol
@@ -37,7 +38,6 @@ from kvkeep.serve.http.body import (
 )
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.events import EventBuffer
-from kvkeep.serve.http.starting import StartingApp
 
 LOOP_S = 0.5
 """Processor time that the event loop's thread may take for a body of 8 MB: ten times what it takes to receive one, and

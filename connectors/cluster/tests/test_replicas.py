@@ -21,7 +21,6 @@ import pytest
 from answering import Alone
 from conftest import saved
 from families import tiny
-from kvkeep.plan.machine import Machine
 from kvkeep_cluster import replicas as replicas_module
 from kvkeep_cluster.proxy import HEADER, ProxyMiddleware
 from kvkeep_cluster.ray_cluster import ClusterEnded, connected
@@ -37,11 +36,6 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.http.body import MAX_BODY_BYTES
-
-PLAIN = Machine.from_sheet(
-    name="a plain one", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
-    layer_step=3e-4, dtype_bytes=4,
-)  # fmt: skip
 
 # -- the proxy --------------------------------------------------------------------------------------------
 

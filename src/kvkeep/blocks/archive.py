@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO
 
 from kvkeep.blocks.block_file import described, parse
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.header import checked
 from kvkeep.blocks.names import session_key
-from kvkeep.blocks.references import MAX_BYTES, MAX_GENERATION, decode, encode
+from kvkeep.blocks.references import MAX_BYTES, MAX_GENERATION, checked, decode, encode
 from kvkeep.blocks.store import Store, keys_of
 from kvkeep.budget import size
 from kvkeep.errors import (
@@ -39,20 +38,6 @@ HEAD = struct.Struct("<8sQ")
 """Magic, and the bytes of the reference."""
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 2**20
-_TAR = b"ustar", 257
-"""What earlier versions wrote has this, at this place."""
-
-
-class _Found(NamedTuple):
-    """What a file has, after all checks."""
-
-    about: dict[str, Any]
-    """The data of the reference."""
-    saves: int
-    blocks: int
-    """The number of blocks."""
-    bytes: int
-    """Their bytes."""
 
 
 def export(store: Store, name: str, target: Path) -> int:
@@ -96,61 +81,60 @@ def add(source: Path, store: Store, name: str) -> int:
     Everything is checked before anything is written. Raises SessionError, and UsageError if there is such a session."""
     store.path(name)
     with _explaining(source), _opened(source) as (file, length):
-        found = _checked(file, length)
-        about, space, state = found.about, store.space(name), found.about["state"]
-        if store.quota is not None and found.bytes > store.quota:
+        about, saves = _checked(file, length)
+        space, state = store.space(name), about["state"]
+        if store.quota is not None and length > store.quota:
             raise SessionError(
-                f"The session takes {size(found.bytes)}, more than the quota of {size(store.quota)}; name another "
-                "folder."
+                f"The session takes {size(length)}, more than the quota of {size(store.quota)}; name another folder."
             )
         with store.open(name) as reference:
             if reference.saves:
                 raise UsageError(f"There is a session '{name}' already; give another name.")
             if store.blocks.size(BlockName(space, state)):  # each session has its own: the next save removes it
                 state = session_key()
-            written = list[BlockName]()
+            missing, written = keys_of(about), list[BlockName]()
             try:
                 for key, content in _blocks(file, length, about):
                     block = BlockName(space, state if key == about["state"] else key)
+                    missing.remove(key)
                     if not store.blocks.size(block):
                         written.append(block)
                         store.blocks.write(block, parse(content, key))
-                reference.saves = found.saves - 1
+                reference.saves = saves - 1
                 reference.commit(about | {"state": state})
             except BaseException:
                 reference.discard()
                 for block in written:
                     store.blocks.remove(block)
                 raise
-    return len(keys_of(about)) - found.blocks
+    return len(missing)
 
 
-def _checked(file: BinaryIO, length: int) -> _Found:
-    """Return what a file has, after comparing all checksums and names."""
+def _checked(file: BinaryIO, length: int) -> tuple[dict[str, Any], int]:
+    """Return the data of the reference and its number of saves, after reading all blocks and comparing all
+    checksums."""
     header, digest = _header(file, length), blake2b(digest_size=_DIGEST_BYTES)
     file.seek(0)
     for place in range(0, length - _DIGEST_BYTES, _PIECE_BYTES):
         digest.update(_read(file, min(_PIECE_BYTES, length - _DIGEST_BYTES - place)))
     if _read(file, _DIGEST_BYTES) != digest.digest():
         raise ValueError("another digest")
-    about, saves, count, total = checked(header["about"]), header["saves"], 0, 0
+    about, saves = checked(header["about"]), header["saves"]
     if type(saves) is not int or not 0 < saves <= MAX_GENERATION:
         raise ValueError("a number of saves")
     for key, content in _blocks(file, length, about):
         parse(content, key)
-        count, total = count + 1, total + len(content)
-    return _Found(about, saves, count, total)
+    return about, saves
 
 
 def _header(file: BinaryIO, length: int) -> dict[str, Any]:
     """Return the data of the reference; leave ``file`` at the first block."""
     file.seek(0)
     magic, count = HEAD.unpack(_read(file, HEAD.size))
-    if magic != MAGIC:
-        file.seek(_TAR[1])
-        if magic[:6] == MAGIC[:6] or file.read(len(_TAR[0])) == _TAR[0]:
-            raise SessionVersion("it is of another version of kvkeep; import it with that version.")
+    if magic[:6] != MAGIC[:6]:
         raise ValueError("another magic")
+    if magic != MAGIC:
+        raise SessionVersion("it is of another version of kvkeep; import it with that version.")
     if count > min(MAX_BYTES, length):
         raise ValueError("a size")
     return decode(bytes(_read(file, count)))[0]

@@ -157,7 +157,7 @@ def keep(
     for number in range(known, len(names)):
         if stop():
             return
-        write(folder, names[number : number + 1], text, [ids], number)
+        folder.write(names[number], text.block(number, [ids]))
     for length, state in cache.stream.record.block_ends.items():
         if length <= len(names) * BLOCK:
             folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state)
@@ -172,13 +172,3 @@ def _first(cache: KeepCache) -> bytes | None:
     if not begins(cache):
         return None
     return origin(cache, entry_forms(cache))
-
-
-def write(
-    folder: BlockFolder, names: Sequence[BlockName], text: TextRows, ids: Sequence[Sequence[int]], first: int
-) -> None:
-    """Write the blocks ``names`` of a text, from block ``first`` on. ids: of the whole text, by row. Raises
-    StoreError."""
-    for number, name in enumerate(names, first):
-        rows = torch.tensor([row[number * BLOCK :][:BLOCK] for row in ids], dtype=torch.int32)
-        folder.write(name, text.block(number) | {NAME_OF_IDS: rows})

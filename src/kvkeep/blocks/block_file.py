@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,8 +48,8 @@ Content = np.ndarray[Any, np.dtype[np.uint8]]
 """The bytes of a block's file."""
 
 
-def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[Any]]:
-    """Return the size of a block's file in bytes, and its content in pieces."""
+def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[bytes, memoryview]:
+    """Return the content of a block's file in two pieces."""
     table: dict[str, tuple[str, tuple[int, ...], int]] = {}
     place = 0
     for key, tensor in tensors.items():
@@ -63,7 +63,7 @@ def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[Any]
     description = json.dumps(about, separators=(",", ":")).encode()
     head = HEADER.pack(MAGIC, len(description), zlib.crc32(description)) + description
     head += bytes(_up(len(head)) - len(head))
-    return len(head) + place, iter((head, data))
+    return head, data.data
 
 
 def checksum(data: Content) -> int:

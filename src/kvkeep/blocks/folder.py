@@ -1,9 +1,9 @@
 """A folder of blocks, one file each. Several programs may share it and its quota.
 
-Files are written atomically and never change. A file's modification time is the last use of the block. A further file
-holds the total of bytes. A writer locks it until its block is written, so that the quota is never exceeded. At the
-quota the least recently used blocks are removed. Programs that use a block have read it into their own memory. What
-else lies in the folder is neither counted nor removed, and no link in it is followed.
+Files are written atomically and never change. A file's modification time is the last use of the block. A writer holds
+a lock until its block is written, and counts the bytes of all files unless it was the last writer, so that the quota is
+never exceeded. At the quota the least recently used blocks are removed. Programs that use a block have read it into
+their own memory. What else lies in the folder is neither counted nor removed, and no link in it is followed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import stat
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,9 +29,9 @@ from kvkeep.files.private import as_file, check_kind, is_file, make_folder, wait
 from kvkeep.memory.places import MEMORY, Place
 
 SUFFIX = ".block"
-LEDGER = "bytes"
-"""Name of the file with the total."""
-_TOTAL = struct.Struct("<Q")
+LOCK = "bytes"
+"""The name of the file that a writer locks, with a random mark of the last one; part of the store's format."""
+_MARK_BYTES = 16
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
 SKEW_NS = 86400 * 10**9
@@ -55,8 +55,9 @@ class BlockFolder:
 
     def __init__(self, folder: Path, quota: int | None = None) -> None:
         self.folder, self.quota = folder, quota
+        self._mark: bytes | None = None  # the one that this program wrote last
+        self._total = 0  # bytes of all files then
         self._in_memory: WeakValueDictionary[tuple[BlockName, str], Content] = WeakValueDictionary()
-        self._counted: tuple[int, int] | None = None  # the ledger whose total this program knows to be right
 
     def path(self, name: BlockName) -> Path:
         """Return the path of a block's file."""
@@ -131,32 +132,26 @@ class BlockFolder:
         """Write a block unless it exists; return the number of blocks removed for it. replace: replace one that exists.
         Raises StoreError if it cannot be written, also for a block larger than the quota."""
         path = self.path(name)
-        size, pieces = encode(name.key, tensors)
+        content = encode(name.key, tensors)
+        size = sum(map(len, content))
         if self.quota is not None and size > self.quota:
             raise StoreError(f"A block of {size} bytes does not fit into a quota of {self.quota}.")
         gone = 0
         try:
             make_folder(path.parent, self.folder)
             check_kind(path)
-            with self._ledger() as ledger:
+            with self._lock() as file:
                 if path.exists():
                     if not replace:
                         return 0
-                    self._unlink(path, ledger)
-                total = self._known_total(ledger)
-                if total is None or (self.quota is not None and total + size > self.quota):
-                    total, gone = self._evict(size)
-                    self._counted = _identity(ledger)
-                if self.quota is not None and total + size > self.quota:
-                    _set_total(ledger, total)
-                    raise StoreError(f"Blocks in '{self.folder}' cannot be removed to make room for another.")
-                _set_total(ledger, total + size)
-                try:
-                    content = [*pieces]
-                    write_whole(path, lambda file: file.writelines(content), private=True)
-                except BaseException:
-                    _set_total(ledger, total)
-                    raise
+                    path.unlink()
+                known = file.read(_MARK_BYTES) == self._mark
+                if self.quota is not None and not (known and self._total + size <= self.quota):
+                    self._total, gone = self._evict(size)
+                self._mark, self._total = secrets.token_bytes(_MARK_BYTES), self._total + size
+                file.seek(0)
+                file.write(self._mark)
+                write_whole(path, lambda file: file.writelines(content), private=True)
             sync_name(path)
         except OSError as error:
             raise StoreError(f"'{path}' cannot be written: {reason_of(error)}.") from error
@@ -164,17 +159,9 @@ class BlockFolder:
 
     def remove(self, name: BlockName) -> None:
         """Remove a block, if it exists."""
-        if not self.has(name):
-            return
-        with suppress(OSError), self._ledger() as ledger:
-            self._unlink(self.path(name), ledger)
-
-    @staticmethod
-    def _unlink(path: Path, ledger: IO[bytes]) -> None:
-        size = path.lstat().st_size
-        path.unlink()
-        if (total := _total(ledger)) is not None:
-            _set_total(ledger, max(0, total - size))
+        with suppress(OSError):
+            if self.has(name):
+                self.path(name).unlink()
 
     def names(self, unused_s: float | None = None) -> list[BlockName]:
         """Return the names of all blocks, or of those that were not used for ``unused_s`` seconds, the least recently
@@ -185,7 +172,7 @@ class BlockFolder:
 
     def remove_folder(self) -> None:
         """Remove all blocks, and the folder unless it has other files. Raises OSError."""
-        for path in [*map(Path, self._paths()), self.folder / LEDGER]:
+        for path in [*map(Path, self._paths()), self.folder / LOCK]:
             if is_file(path):  # and no link, which is another's
                 path.unlink(missing_ok=True)
         for folder, _, _ in [*os.walk(self.folder, topdown=False)]:
@@ -201,18 +188,17 @@ class BlockFolder:
         """Enforce the quota, and remove blocks that were not used for ``age`` seconds; return the number of removed
         blocks. Raises StoreError."""
         try:
-            with suppress(FileNotFoundError), self._ledger() as ledger:
+            with suppress(FileNotFoundError), self._lock():
                 oldest = None if age is None else time.time_ns() - int(min(age, FOREVER_S) * 1e9)
-                total, gone = self._evict(0, oldest)
-                _set_total(ledger, total)
-                return gone
+                return self._evict(0, oldest)[1]
         except OSError as error:
             raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason_of(error)}.") from error
         return 0
 
     def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:
         """Remove the least recently used blocks until ``size`` bytes fit, and some more, and those not used since
-        ``oldest`` (ns). Return the remaining bytes and the number of removed blocks."""
+        ``oldest`` (ns). Return the remaining bytes and the number of removed blocks. Raises StoreError if ``size``
+        bytes do not fit then."""
         known = self._by_use()
         total, gone, quota = sum(length for _, length, _ in known), 0, self.quota
         target = total if quota is None or total + size <= quota else min(quota - quota // FREED_SHARE, quota - size)
@@ -222,6 +208,8 @@ class BlockFolder:
             with suppress(OSError):  # it still counts
                 os.unlink(path)
                 total, gone = total - length, gone + 1
+        if size and quota is not None and total + size > quota:
+            raise StoreError(f"Blocks in '{self.folder}' cannot be removed to make room for another.")
         return total, gone
 
     def _by_use(self) -> list[tuple[int, int, str]]:
@@ -249,29 +237,8 @@ class BlockFolder:
         *space, start = os.path.relpath(folder, self.folder).split(os.sep)
         return bool(space) and start == key[:2]
 
-    def _known_total(self, ledger: IO[bytes]) -> int | None:
-        """Return the total in the ledger; None if this program has not counted since the ledger was made: an earlier
-        one or a backup may have left it."""
-        return _total(ledger) if self._counted == _identity(ledger) else None
-
     @contextmanager
-    def _ledger(self) -> Iterator[IO[bytes]]:
-        """Lock the folder and yield the file with the total."""
-        with as_file(wait_for_lock(self.folder / LEDGER), "r+") as file:
+    def _lock(self) -> Iterator[IO[bytes]]:
+        """Keep other programs from writing within the block; yield the file that is locked."""
+        with as_file(wait_for_lock(self.folder / LOCK), "r+") as file:
             yield file
-
-
-def _identity(file: IO[bytes]) -> tuple[int, int]:
-    facts = os.fstat(file.fileno())
-    return facts.st_dev, facts.st_ino
-
-
-def _total(ledger: IO[bytes]) -> int | None:
-    ledger.seek(0)
-    raw = ledger.read(_TOTAL.size)
-    return int(_TOTAL.unpack(raw)[0]) if len(raw) == _TOTAL.size else None
-
-
-def _set_total(ledger: IO[bytes], total: int) -> None:
-    ledger.seek(0)
-    ledger.write(_TOTAL.pack(total))

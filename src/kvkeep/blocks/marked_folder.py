@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvkeep.blocks.folder import LEDGER
+from kvkeep.blocks.folder import LOCK
 from kvkeep.blocks.references import unwritable
 from kvkeep.errors import SessionUnwritable, UsageError, reason_of
 from kvkeep.files.atomic import is_temporary, write_whole
@@ -87,9 +87,9 @@ class MarkedFolder:
 
     def _is_new(self, found: Sequence[str]) -> bool:
         """Return whether a folder without a version and with other entries ``found`` can become a store: it is empty,
-        or was one. A folder of blocks with its ledger was."""
-        ledger = self.folder / FOLDERS[0] / LEDGER
-        return not found or ({*found} <= {*FOLDERS} and (self._marker is not None or is_file(ledger)))
+        or was one. A folder of blocks with its lock was."""
+        lock = self.folder / FOLDERS[0] / LOCK
+        return not found or ({*found} <= {*FOLDERS} and (self._marker is not None or is_file(lock)))
 
     def _marker_there(self) -> Marker | None:
         """Return what tells this store from another one; None if there is none. Raises OSError."""

@@ -26,8 +26,6 @@ from kvkeep.files.private import check_kind, holds, is_file, is_folder, make_fol
 
 LOCK = "lock"
 _GENERATION = ".json"
-SHARED = ".shared"
-"""The suffix of files by which earlier versions noted that a fork has the block of this name, too."""
 _FOLDER = "folder"
 _CHECK_BYTES = 16
 MAX_BYTES = 2**28
@@ -36,6 +34,28 @@ MAX_GENERATION = 2**31 - 1
 PATIENCE_S = 0.1
 """Seconds to wait for a lock: a program holds it for a moment to see whether a session is in use."""
 _NUMBER = re.compile(r"[1-9][0-9]{0,9}")
+_BLOCK = re.compile(r"[0-9a-fx][0-9a-f]{31}")
+FIELDS: dict[str, Any] = {
+    "fingerprint": str,
+    "tokenizer": str | None,
+    "family": str,
+    "method": str,
+    "budget": str | None,
+    "options": dict,
+    "entries": int | None,
+    "chunk": int,
+    "past": dict,
+    "notes": dict,
+    "ids": list,
+    "blocks": list,
+    "by_token": dict,
+    "state": str,
+    "state_bytes": int,
+    "block_bytes": int,
+    "created": float,
+    "saved": float,
+}
+"""The data of a session by name (:meth:`kvkeep.blocks.sessions.StoredSession.save`), and their types."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -205,16 +225,16 @@ class Reference:
                 if earlier < number:
                     self.files.remove(earlier)
 
-    def renew(self, replaced: bool = False) -> bool:
+    def renew(self) -> bool:
         """Continue in the folder that is there, if that of this session was removed or replaced since it was opened or
-        saved: take its lock, and follow an earlier generation, or none. replaced: it was, as the caller knows. Return
-        whether it was. Raises SessionBusy if another program has or continued the session, and SessionUnwritable."""
+        saved: take its lock, and follow an earlier generation, or none. Return whether it was. Raises SessionBusy if
+        another program has or continued the session, and SessionUnwritable."""
         had_lock = self.files.lock is not None  # it has none if the disk was read-only
         with self._writing():
             if moved := not self.files.has_lock():
                 self.files.release()
                 self.files.hold()
-            elif not replaced and max(self.files.generations(), default=0) == self.saves:
+            elif max(self.files.generations(), default=0) == self.saves:
                 return False
             number, data = newest(self.files)
         found = (number, _mark(data))
@@ -283,6 +303,42 @@ def decode(content: bytes) -> tuple[dict[str, Any], str]:
         raise ValueError("too deep, or no object") from error
 
 
+def checked(about: Any) -> dict[str, Any]:
+    """Return a reference's data, whose fields have the right types. Raises SessionDamaged and SessionVersion."""
+    if not isinstance(about, dict):
+        raise damaged("it has no fields")
+    check_version(about)
+    for name, kind in FIELDS.items():
+        value = about[name]
+        if not isinstance(value, kind) or (isinstance(value, str) and not value.isprintable()):
+            raise damaged(f"it has a '{name}' of another kind")
+    if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
+        raise damaged("it has other names of blocks")
+    length, rows, ids = about["past"].get("length"), about["past"].get("rows"), about["ids"]
+    if not all(isinstance(row, list) and all(type(one) is int for one in row) for row in ids):
+        raise damaged("it has other token ids")
+    if type(length) is not int or any(len(row) != length for row in ids) or (length and len(ids) != rows):
+        raise damaged("it has the ids of other tokens")
+    return about
+
+
+def check_version(about: dict[str, Any]) -> None:
+    """Raise SessionVersion unless a reference's data has the names that this version of kvkeep writes."""
+    others, missing = sorted(map(str, set(about) - set(FIELDS))), sorted(set(FIELDS) - set(about))
+    if not (others or missing):
+        return
+    name = ascii((others or missing)[0])[:40]
+    what = f"has {name}, which this one does not know" if others else f"lacks {name}"
+    raise SessionVersion(
+        f"it was saved by another version of kvkeep (it {what}); use that version, or start a new session."
+    )
+
+
+def damaged(reason: str) -> SessionDamaged:
+    """Return the error for a session whose checksum holds and whose content is none of kvkeep's."""
+    return SessionDamaged(f"it is not as kvkeep writes it ({reason}); start a new one.")
+
+
 def newest(files: SessionFiles) -> tuple[int, bytes]:
     """Return number and content of the last generation; (0, b"") if there is none. Raises OSError."""
     for _ in range(9):  # a writer may remove the number that was just found
@@ -295,7 +351,7 @@ def newest(files: SessionFiles) -> tuple[int, bytes]:
 def is_own(path: Path) -> bool:
     """Return whether a path in a session's folder is that of a file of kvkeep."""
     number = path.suffix == _GENERATION and _NUMBER.fullmatch(path.stem)
-    return bool(number or path.name == LOCK or path.suffix == SHARED or is_temporary(path.name)) and is_file(path)
+    return bool(number or path.name == LOCK or is_temporary(path.name)) and is_file(path)
 
 
 def unwritable(path: Path, error: OSError) -> SessionUnwritable:

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -28,12 +28,10 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.header import MAX_DEPTH, MAX_SLOTS, check_version, checked, damaged, too_deep
-from kvkeep.blocks.layout import check_end, check_restored, check_shares, form_of
 from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
-from kvkeep.blocks.references import SHARED, Reference
+from kvkeep.blocks.references import Reference, check_version, checked, damaged
 from kvkeep.blocks.store import ONLY, Store
-from kvkeep.blocks.text import NAME_OF_IDS, Block, Target, TextRows, forms, pieces
+from kvkeep.blocks.text import Block, Target, TextRows, pieces
 from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
@@ -50,16 +48,15 @@ from kvkeep.errors import (
     ran_out_of_memory,
 )
 from kvkeep.memory.disk_rows import check_read
-from kvkeep.memory.extent import ShapeError, within
+from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.adapter import processes
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.policies.request import Request
+from kvkeep.stores.layer import Layer
 
 log = logging.getLogger(__name__)
 
-_REMOVALS = 3
-"""How often a save is repeated whose folder is removed meanwhile."""
 _TAIL = "tail."
 _END = re.compile(r"end\.([1-9][0-9]{0,9})\.(.+)")
 """The name of a tensor of a window or a recurrent state at the end of a block."""
@@ -128,8 +125,6 @@ class StoredSession(Reference):
         if before:
             with self.naming("saved"):
                 check_version(before)
-        if too_deep(session.notes):
-            raise UsageError(f"The notes of a session may have at most {MAX_DEPTH} levels of tables and lists.")
         length, lengths = cache.get_seq_length(), [len(row) for row in session.ids]
         if any(lengths) if not length else lengths != [length] * cache.rows:
             raise UsageError(f"A session needs the ids of all {length} tokens of its cache, for each of its rows.")
@@ -159,24 +154,19 @@ class StoredSession(Reference):
             "created": float(before.get("created", time.time())),
             "saved": time.time(),
         }
-        names = list[str]()
-
-        def write() -> None:
-            names[:] = self._write(cache, text, session.ids, state_bytes)
+        renewed = self._renewed()
+        try:
+            names = self._write(cache, text, session.ids, state_bytes)
             self.store.blocks.write(self.block(key), state)
             cache.stream.disk.check()
             self.commit(about | {"blocks": names})
-
-        try:
-            renewed = self._written(write)
         except (StoreError, SessionError) as error:
-            if (self.about or {}).get("state") != key:
-                self.store.blocks.remove(self.block(key))
+            self.store.blocks.remove(self.block(key))
             if isinstance(error, StoreError):
                 raise SessionUnwritable(f"The session '{self.path}' cannot be saved: {error}") from error
             raise
         if "state" in before:
-            self._remove_state(str(before["state"]))
+            self.store.blocks.remove(self.block(str(before["state"])))
         unnamed = {*map(str, before.get("blocks", ()))} - {*names}
         if not forget:  # prompts may begin with the others
             unnamed = {key for key in unnamed if text.start and belongs_to_sessions(key)}
@@ -184,41 +174,15 @@ class StoredSession(Reference):
             self.store.release(self.name, unnamed)
         return renewed
 
-    def _written(self, write: Callable[[], None]) -> bool:
-        """Run ``write`` in the session's folder, and again if that is removed meanwhile; return whether it was removed
-        or replaced, then or since the last save. Raises SessionError, and what ``write`` raises."""
-        renewed = False
-        for left in reversed(range(_REMOVALS + 1)):
-            self.store.create()
-            replaced = self.store.replaced != self._replaced
-            if self.renew(replaced):
-                renewed = True
-                if not replaced:  # otherwise the store has said so
-                    log.warning("The session '%s' was removed or replaced while in use; it is saved again.", self.name)
-            self._replaced = self.store.replaced
-            try:
-                write()
-            except (StoreError, SessionError):
-                if not left or not self._removed():
-                    raise
-            else:
-                if not left or not self._removed():
-                    break
+    def _renewed(self) -> bool:
+        """Return whether the session's folder was removed or replaced since the last save. Its files are then written
+        in the folder that is there. Raises SessionError."""
+        self.store.create()
+        renewed = self.renew()
+        if renewed and self._replaced == self.store.replaced:  # otherwise the store has said so
+            log.warning("The session '%s' was removed or replaced while in use; it is saved again.", self.name)
+        self._replaced = self.store.replaced
         return renewed
-
-    def _removed(self) -> bool:
-        """Return whether the session's folder was removed or replaced meanwhile, as far as that is known."""
-        with suppress(KvkeepError, OSError):
-            self.store.create()
-            return self.store.replaced != self._replaced or not self.files.has_lock()
-        return False
-
-    def _remove_state(self, key: str) -> None:
-        """Remove the state of an earlier save, unless a fork has it (of an earlier version, which noted that)."""
-        if os.path.exists(self.files.path / f"{key}{SHARED}"):
-            self.store.release(self.name, {key})
-        else:
-            self.store.blocks.remove(self.block(key))
 
     def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]], state_bytes: int) -> list[str]:
         """Write the blocks that the store does not have, as far as they fit into the quota beside the state; return the
@@ -244,8 +208,8 @@ class StoredSession(Reference):
                 f"the text after its first {fitting * BLOCK} tokens" if fitting else "its text",
             )
         blocks = [self.block(name) for name in names[:fitting]]
-        known = folder.use(blocks)
-        beginnings.write(folder, blocks[known:], text, ids, numbers.start + known)
+        for place in range(folder.use(blocks), len(blocks)):
+            folder.write(blocks[place], text.block(numbers.start + place, ids))
         return names
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -283,6 +247,8 @@ class StoredSession(Reference):
             yield
         except SessionError as error:
             raise type(error)(f"The session '{self.path}' cannot be {what}: {error}") from error.__cause__
+        except RecursionError as error:
+            raise SessionDamaged(f"The session '{self.path}' cannot be {what}: its tables are too deep.") from error
         except KvkeepError as error:  # this machine lacks a method or a folder
             raise SessionError(f"The session '{self.path}' cannot be {what} here: {error}") from error
 
@@ -308,7 +274,6 @@ class StoredSession(Reference):
     def _restore(self, cache: KeepCache, about: dict[str, Any]) -> int:
         """Fill the empty ``cache`` from the blocks that ``about`` names; return the number of tokens it holds then."""
         past, folder = about["past"], self.store.blocks
-        ids = torch.tensor(about["ids"], dtype=torch.int32)
         names = [self.block(key) for key in about["blocks"]]
         try:
             if not past["length"]:
@@ -318,7 +283,7 @@ class StoredSession(Reference):
                 raise error
             state = folder.read(self.block(about["state"]))
             folder.use([*names, self.block(about["state"])])
-            self._fill(cache, about, ids, blocks, state)
+            _fill(cache, about, blocks, state)
             check_read(*(tensor for block in blocks for tensor in block.values()))
         except (StoreError, ShapeError) as error:
             if ran_out_of_memory(error):  # reading the text again may give a lossy cache other entries
@@ -346,45 +311,34 @@ class StoredSession(Reference):
         prompt = [*about["ids"][0], 0]
         return beginnings.begin(folder, cache, beginnings.find(folder, self.space, cache, prompt), prompt)
 
-    def _fill(
-        self, cache: KeepCache, about: dict[str, Any], ids: Tensor, blocks: Sequence[Block], state: Block
-    ) -> None:
-        """Fill ``cache``. Raises ShapeError for what kvkeep does not write."""
-        past = about["past"]
-        for name, number in {**past["first"], "length": past["length"], "rows": past["rows"] - 1}.items():
-            within(name, number, 0, MAX_SLOTS)
-        if not type(past["uneven"]) is type(past["plain"]) is bool:
-            raise ShapeError("'uneven' or 'plain' is neither true nor false")
-        if past["shares"] is not None:
-            check_shares(cache, past["shares"], past["rows"])
-            cache.reset(past["shares"])
-        if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
-            raise SessionError(
-                f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here "
-                f"its budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a new session."
-            )
-        first = _first_block(about)
-        if first < 0:
-            raise ShapeError("it has more blocks than its text")
-        for number, block in enumerate(blocks, first):
-            if not torch.equal(block[NAME_OF_IDS], ids[:, number * BLOCK :][:, :BLOCK]):
-                raise ShapeError("a block is of another text")
-        tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
-        found = [forms(one) for one in (*blocks, tail) if one]
-        if any(one != found[0] for one in found):
-            raise ShapeError("blocks do not fit together")
-        several = {part: [*pieces(Target(*given), blocks, tail, first)] for part, given in about["by_token"].items()}
-        for part in several:
-            if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
-                several[part] = [one.unflatten(0, (past["rows"], -1)) for one in several[part]]
-        ends = _ends(state)
-        rest = {name: one for name, one in state.items() if not name.startswith(_TAIL) and not _END.fullmatch(name)}
-        # A cache writes to its own state; other caches may hold the same block.
-        transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
-        check_restored(cache, {name: form_of(one) for name, one in rest.items()}, set(several), past, ids)
-        for length, end in ends.items():
-            check_end(cache, length, end)
-        cache.stream.record.keep_block_ends(ends)
+
+def _fill(cache: KeepCache, about: dict[str, Any], blocks: Sequence[Block], state: Block) -> None:
+    """Fill the empty ``cache``. Raises SessionError, and ShapeError for what is not the state of such a cache."""
+    past = about["past"]
+    if past["shares"] is not None:
+        cache.reset(past["shares"])
+    if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
+        raise SessionError(
+            f"it was saved with {about['entries']} entries per layer and chunks of {about['chunk']} tokens; here its "
+            f"budget gives {cache.entries} entries and chunks of {cache.stream.chunk}. Start a new session."
+        )
+    first = _first_block(about)
+    tail = {name.removeprefix(_TAIL): rows for name, rows in state.items() if name.startswith(_TAIL)}
+    several = {part: [*pieces(Target(*given), blocks, tail, first)] for part, given in about["by_token"].items()}
+    for part in several:
+        if part.startswith("layer.") and ".resident." not in part:  # (rows, kv_heads, n, width)
+            several[part] = [one.unflatten(0, (past["rows"], -1)) for one in several[part]]
+    rest = {name: one for name, one in state.items() if not name.startswith(_TAIL) and not _END.fullmatch(name)}
+    # A cache writes to its own state; other caches may hold the same block.
+    transfer.restore(cache, set(rest), lambda name: rest[name].clone(), past, several)
+    if transfer.header(cache) != past or set(transfer.parts(cache)) != {*rest, *several}:
+        raise ShapeError(f"it does not hold the tensors of method '{cache.method.name}'")
+    for number, holding in enumerate(cache.holdings):
+        if isinstance(holding, Layer):
+            if holding.length != past["length"]:
+                raise ShapeError(f"layer {number} has {holding.length} of {past['length']} tokens")
+            holding.check()
+    cache.stream.record.keep_block_ends(_ends(state))
 
 
 def _first_block(about: dict[str, Any]) -> int:

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.header import checked
 from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
 from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
-from kvkeep.blocks.references import Reference, SessionFiles, newest, unwritable
+from kvkeep.blocks.references import Reference, SessionFiles, checked, newest, unwritable
 from kvkeep.errors import (
     SessionBusy,
     SessionError,
@@ -310,3 +309,11 @@ def is_path(name: str) -> bool:
     """Return whether a session is named by the path of its own folder: it is absolute, begins with a dot or a tilde, or
     ends with ".session"."""
     return name.startswith((".", "~")) or name.endswith(SUFFIX) or Path(name).is_absolute()
+
+
+def place_of(name: str, folder: str | None = None) -> tuple[Store, str]:
+    """Return the store of a session, which need not exist, and its name there. folder: of the store; None: the user's,
+    or that of the session itself if :func:`is_path`."""
+    if folder is None and is_path(name):
+        return Store(Path(name).expanduser(), quota=None), ONLY
+    return user_store(folder), name

@@ -108,12 +108,13 @@ class TextRows:
         part = rows.narrow(-2, start, stop - start) if isinstance(rows, Tensor) else concatenated(rows, start, stop)
         return part.flatten(0, -3)
 
-    def block(self, number: int) -> dict[str, Tensor]:
-        """Return the rows of block ``number``. Raises EntriesLost."""
+    def block(self, number: int, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Return block ``number``: its rows, and its part of the text's ``ids``, by row. Raises EntriesLost."""
         for rows in self.sources.values():
             if not isinstance(rows, Tensor):
                 rows.compare([number * BLOCK])
-        return self._copied(number * BLOCK, (number + 1) * BLOCK)
+        part = torch.tensor([row[number * BLOCK :][:BLOCK] for row in ids], dtype=torch.int32)
+        return self._copied(number * BLOCK, (number + 1) * BLOCK) | {NAME_OF_IDS: part}
 
     def tail(self) -> dict[str, Tensor]:
         """Return the rows after the last whole block. Raises EntriesLost."""

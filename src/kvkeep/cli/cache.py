@@ -47,17 +47,11 @@ class StorePlace:
         store.check()
         return store
 
-    def named(self, name: str) -> tuple[Store, str]:
-        """Return the store of a session, which may be missing, and its name there."""
-        from kvkeep.blocks.store import ONLY, Store, is_path, user_store
-
-        if self.sessions is None and is_path(name):
-            return Store(Path(name).expanduser(), quota=None), ONLY
-        return user_store(self.sessions), name
-
     def found(self, name: str) -> tuple[Store, str]:
         """Return the store of a session, which exists if it is a path, and its name there."""
-        store, word = self.named(name)
+        from kvkeep.blocks.store import place_of
+
+        store, word = place_of(name, self.sessions)
         if word == name:
             return self.store(), word
         store.check()
@@ -194,8 +188,9 @@ def export(name: Name, file: File, place: StorePlace, json: options.Json = False
 def import_(file: File, name: Name, place: StorePlace, json: options.Json = False) -> None:
     """Add an exported session, after checking every byte. Import files of people you trust only."""
     from kvkeep.blocks import archive
+    from kvkeep.blocks.store import place_of
 
-    store, word = place.named(name)
+    store, word = place_of(name, place.sessions)
     missing = archive.add(file, store, word)
     _done(
         f"Imported {file} as {name}{_lacks(missing)}.", {"imported": name, "file": str(file), "missing": missing}, json

@@ -65,17 +65,12 @@ def application(commands: Table, lab: Sequence[str] = ()) -> Commands:
     def add(name: str, added: Any) -> None:
         if not isinstance(added, Mapping):
             raise UsageError(f"a table of commands, modules and lines of help is a dict, not {added!r:.60}")
-        for command, entry in added.items():
-            pair = isinstance(entry, Sequence) and len(entry) == 2 and not isinstance(entry, str)
-            if not pair or not all(isinstance(text, str) for text in (command, *entry)):
-                raise UsageError(f"the entry of {command!r} is not a pair of a module and a line of help")
-        free = {
-            command: entry
-            for command, entry in added.items()
-            if table.get(command, entry) == entry and (command not in lab or entry[0].startswith("kvkeep_lab."))
-        }
-        table.update(free)
-        if taken := [command for command in added if command not in free]:
+        taken = []
+        for command, (where, line) in added.items():
+            theirs = command in lab and not where.startswith("kvkeep_lab.")
+            if theirs or table.setdefault(command, (where, line)) != (where, line):
+                taken.append(command)
+        if taken:
             raise PartlyLeftOut(taken, "a command has this name already; choose another")
 
     each_plugin(GROUP, add)

@@ -57,8 +57,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 WAITING = 64
 """The maximum number of requests that wait for memory or for another answer."""
-ROOM_BYTES = 16 << 20
-"""The memory that the process can still get when a step begins."""
+ROOM_BYTES = 32 << 20
+"""The memory that the process can still get when a step begins, and when a request is read: parsing a body of the
+largest size takes no more. Libraries end the process where small allocations fail."""
 
 
 def _bind(model: Any, geometry: ModelGeometry) -> None:
@@ -345,7 +346,7 @@ class Engine:
 
     def _read(self) -> None:
         """Run a step of the scheduler, and pass each answer its result. If the process has next to no memory left, end
-        the answer that began last: small allocations that fail would end the process within libraries."""
+        the answer that began last."""
         if not self.sessions.make_room(ROOM_BYTES) and (answered := self._answered):
             self._end(answered[-1], answered[-1].failure(MemoryError("less than the engine keeps free")))
         jobs = {job.scheduled: job for job in self.running}

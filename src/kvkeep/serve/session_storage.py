@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvkeep.blocks.header import check_version
+from kvkeep.blocks.references import check_version
 from kvkeep.blocks.sessions import Session, StoredSession, check_savable
 from kvkeep.blocks.store import Store
 from kvkeep.budget import size
@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 
 class StoreThread:
-    """A thread that does pieces of work in order. Work that it cannot take, because it does not run or memory is short,
-    is done at once. wake: called after each piece. runs: whether the thread is started."""
+    """A thread that does pieces of work in order. Before its start and after its end, work is done at once. wake:
+    called after each piece. runs: whether the thread is started, which may raise RuntimeError."""
 
     def __init__(self, name: str, wake: Callable[[], None], runs: bool) -> None:
         self._thread = ThreadPoolExecutor(1, f"kvkeep-store-{name}") if runs else None
@@ -59,13 +59,10 @@ class StoreThread:
         return not all(future.done() for future in self._futures)
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """Do a piece of work."""
+        """Do a piece of work. Raises MemoryError if it cannot be queued; it is not done then."""
         if self._thread is None:
             return done(work)
-        try:
-            future = self._thread.submit(work)
-        except (MemoryError, RuntimeError):  # its thread cannot be started
-            return done(work)
+        future = self._thread.submit(work)
         self._futures = [*filter(lambda one: not one.done(), self._futures), future]
         future.add_done_callback(lambda _: self._wake())  # after completion, so that the waking thread finds it done
         return future
@@ -222,7 +219,7 @@ class SessionStorage:
         """Return the session of this name; it is new if it can neither be opened nor created now."""
         try:
             opened = self._opened(name, options)
-        except SessionUnwritable as error:
+        except (SessionUnwritable, SessionVersion) as error:
             log.warning("The session '%s' begins without the store: %s", name[1], error)
             opened = OpenedSession(name, Request.parse(**options))
         return replace(opened, note=opened.note or self.lost_turns.pop(name, None))

@@ -14,7 +14,7 @@ from families import tiny
 
 from kvkeep import Conversation, KeepCache, KvkeepError, UsageError, generate
 from kvkeep.budget import size
-from kvkeep.cli.chat import commands, loop
+from kvkeep.cli.chat import commands
 from kvkeep.cli.chat.answering import status
 from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
@@ -63,7 +63,7 @@ def chat(*typed: str, method: str = "kv-direct", budget: Any = 16, positions: in
     model = tiny("llama", positions=positions)
     talk = Conversation(model, tokenizer(), new_cache(model, method, budget))
     made = Chat(talk, Lines(*typed), own.pop("saver", Saver()), **{"max_tokens": 6} | own)  # type: ignore
-    loop.run(made)
+    commands.converse(made)
     return made
 
 
@@ -214,7 +214,7 @@ def test_a_long_file_is_read_when_the_user_agrees(tmp_path: Path, reply: str, re
     screen.interactive = True
     talk = Conversation(tiny("llama"), tokenizer(), new_cache(tiny("llama"), "kv-direct", 16))
     made = Chat(talk, screen, Saver(), max_tokens=4, read_per_s=2.0)  # type: ignore[arg-type]
-    loop.run(made)
+    commands.converse(made)
     assert "Reading 364 tokens takes at least 3 minutes; 'y' reads them" in notes_of(made)
     assert len(said(made)) == (4 if read else 2) and said(made)[-2] == "by from"
     assert ("Nothing was read." in notes_of(made)) != read and not made.attachments

@@ -210,7 +210,7 @@ class BucketFolder(BlockFolder):
     def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:
         """As :meth:`BlockFolder.write`, to the bucket first."""
         if replace or not self.has(name):
-            data = b"".join(encode(name.key, tensors)[1])
+            data = b"".join(encode(name.key, tensors))
             self._ask(lambda: self.bucket.write(self.object(name), data))
         return super().write(name, tensors, replace)
 

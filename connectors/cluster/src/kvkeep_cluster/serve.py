@@ -11,7 +11,7 @@ from kvkeep.budget import size
 from kvkeep.cli.output import note
 from kvkeep.cli.serve.address import Address
 from kvkeep.cli.serve.defaults import MEMORY_SHARE, default_cache, default_memory
-from kvkeep.cli.serve.single_process import STOPPED
+from kvkeep.cli.serve.process import STOPPED
 from kvkeep.cli.startup import fetch_model
 from kvkeep.models.loading import describe
 from kvkeep.models.weight_memory import free_memory

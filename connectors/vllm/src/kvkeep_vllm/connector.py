@@ -239,7 +239,7 @@ class _Work:
         self.folder, self.tensors, self.counts, self._reported = folder, BlockTensors(caches), Counts(), Counts()
         codec = _codec(config, options, self.tensors)
         empty = torch.zeros(self.tensors.nbytes, dtype=torch.uint8)
-        options.check(len(empty), encode(64 * "0", codec.encode(empty))[0])
+        options.check(len(empty), sum(map(len, encode(64 * "0", codec.encode(empty)))))
         self.writer = BlockWriter(folder, codec.encode, options.queue, self.counts)
         self.loader = BlockLoader(folder, codec, self.tensors, self.counts)
 

@@ -1,1 +1,1 @@
-"""``kvkeep chat``: a loop without terminal code, a table of commands, and the screen."""
+"""``kvkeep chat``: lines and commands without terminal code, and the screen."""

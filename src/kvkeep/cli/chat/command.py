@@ -63,7 +63,7 @@ def chat(
     _exit_on_signals()
     with ExitStack() as stack:
         with loading(model.model), startup():
-            from kvkeep.cli.chat import commands, context_limit, loop
+            from kvkeep.cli.chat import commands, context_limit
             from kvkeep.cli.chat.screen import Screen
             from kvkeep.cli.chat.state import Chat, Saver
             from kvkeep.cli.chat.switch_cache import describe
@@ -97,7 +97,7 @@ def chat(
         full = context_limit.chosen(None if at_end is None else at_end.value, talk)
         made = Chat(talk, screen, saver, loaded.name, sampling.max_tokens, sampling.temperature, sampling.seed, full)
         with without_warnings():
-            loop.run(made)
+            commands.converse(made)
         if saver.error is not None:
             raise saver.error
         if made.failed and not screen.interactive:

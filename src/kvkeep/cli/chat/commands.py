@@ -1,4 +1,4 @@
-"""The commands of a chat: a table, and a function for each."""
+"""The lines of a chat: a question each, or a command of a table."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from kvkeep.cli.startup import startup
 from kvkeep.decode.chat import Conversation
 from kvkeep.decode.encoding import encoding
 from kvkeep.decode.prompt import read_text
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import KvkeepError, UsageError, ran_out_of_memory, unknown
 from kvkeep.models.embedded import EMBEDDED
 from kvkeep.models.loading import load
 from kvkeep.policies.methods import STOCK, names
 from kvkeep.stock import memory_of, new_cache
 
 _NAME = re.compile(r"/[a-z]*")
+_NO_MEMORY = "There is not enough memory for this; give a smaller /budget, or forget with /undo or /reset."
 
 
 class Leave(Exception):
@@ -50,6 +51,34 @@ class Command:
     def usage(self) -> str:
         """The command as typed, with its arguments."""
         return f"/{self.name} {self.takes}".strip()
+
+
+def converse(chat: Chat) -> None:
+    """Process lines until the last. An error is shown, and the chat continues."""
+    while _line(chat):
+        pass
+    if chat.saver.saved and chat.saver.error is None:
+        chat.screen.note(f"Saved {chat.saver.place}.")
+
+
+def _line(chat: Chat) -> bool:
+    """Process the next line; return whether another may follow."""
+    try:
+        line = chat.screen.ask()
+        if is_command(line):
+            run(chat, line)
+        elif line:
+            answering.ask(chat, line)
+    except (EOFError, Leave):
+        return False
+    except KeyboardInterrupt:
+        chat.screen.note("Ctrl-D or /exit leaves.")
+    except Exception as error:
+        if not isinstance(error, KvkeepError) and not ran_out_of_memory(error):
+            raise
+        chat.screen.note(_NO_MEMORY if ran_out_of_memory(error) else str(error))
+        chat.failed = True
+    return True
 
 
 def is_command(line: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import ONLY, Store, is_path, user_store
+from kvkeep.blocks.store import ONLY, place_of
 from kvkeep.cli.chat.screen import Screen
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import KvkeepError, UsageError
@@ -72,13 +72,14 @@ class Saver:
 
     def _open(self, name: str) -> StoredSession:
         """Return the session, open for writing; a missing one is created."""
-        if self.folder is not None or not is_path(name):
-            return StoredSession(user_store(self.folder), name, writing=True)
-        path = os.path.expanduser(name)
-        Store(path).check()
-        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
-            raise UsageError(f"The session '{name}' cannot be saved: its folder is missing or cannot be written to.")
-        return StoredSession.at(path, writing=True)
+        store, word = place_of(name, self.folder)
+        if word != name:  # it is at a path
+            store.check()
+            if not os.access(Path(os.path.realpath(store.folder)).parent, os.W_OK):
+                raise UsageError(
+                    f"The session '{name}' cannot be saved: its folder is missing or cannot be written to."
+                )
+        return StoredSession(store, word, writing=True)
 
 
 class Attachment(NamedTuple):

@@ -59,23 +59,22 @@ def serve(
     with ExitStack() as stack:
         server = None
         if processes.replicas is None:
-            from kvkeep.cli.serve.listening import listening
+            from kvkeep.cli.serve.process import listening, serve_here
 
             # before the imports below, which take seconds
             server = stack.enter_context(listening(address, grace, limits.while_loading))
             note(f"{server.url} listens; requests wait until the model is loaded")
+        conversations = memory.conversations
         with startup():
-            from kvkeep.cli.serve.single_process import serve_here
-
-        folder = store.folder()
-        given: dict[str, Any] = {
-            "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
-            "memory": memory.memory,
-            "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
-            "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
-            "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
-        }  # fmt: skip
-        service, conversations = processes.service(given, memory.cache(), keys), memory.conversations
+            folder = store.folder()
+            given: dict[str, Any] = {
+                "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
+                "memory": memory.memory,
+                "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
+                "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
+                "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
+            }  # fmt: skip
+            service = processes.service(given, memory.cache(), keys)
         saved = store.describe(service)
         if server is None:
             processes.serve(service, conversations, address, grace, saved, access)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import place_of
 from kvkeep.native.room import has_room
+from kvkeep.serve.engine import ROOM_BYTES
 from kvkeep.serve.http.body import Hold, RequestMemory, check_headers, limit_body
 from kvkeep.serve.http.errors import APIError, new_request_id
 from kvkeep.serve.http.keys import Keys
@@ -21,10 +22,6 @@ from kvkeep.serve.http.metrics import Metrics
 PUBLIC_PATHS = ("/health", "/ready", "/")
 PAGE_PREFIX = "/page/"
 """The prefix of paths that need no key, in addition to :data:`PUBLIC_PATHS`: the files of the page."""
-
-ROOM_BYTES = 32 << 20
-"""The memory that the process can still get when a request is read: parsing a body of the largest size takes no more,
-and the library that does it ends the process where memory is short."""
 
 log = logging.getLogger(__name__)
 request_log = logging.getLogger("kvkeep.requests")
