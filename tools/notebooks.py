@@ -1,6 +1,6 @@
 """Run the notebooks and store what their cells print and draw: ``python tools/notebooks.py``.
 
-Cells run as Python in this process, in an empty folder; lines that only a notebook understands (%pip) are left out.
+Cells run as Python in this process, in an empty folder; lines of a notebook alone (%pip, !git) are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def _outputs(source: str, number: int, names: dict[str, Any]) -> list[dict[str, Any]]:
-    tree = ast.parse(re.sub(r"^(\s*)%.*$", r"\1pass", source, flags=re.MULTILINE))
+    tree = ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.MULTILINE))
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
     with contextlib.redirect_stdout(printed):

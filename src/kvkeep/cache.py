@@ -51,7 +51,7 @@ class KeepCache(RecurrentCache):
         page: rows rebuilt at a time.
         context: tokens of the whole text; by default all the model's positions.
         batch: rows of the batch that share a budget in bytes.
-        recall: how evicted entries are read ("verified", "pages:8"), as if the method's name ended with it; without a
+        recall: how evicted entries are read ("verified"), as if the method's name ended with it; without a
             method it is added to "snapkv".
         request: a :class:`~kvkeep.policies.request.Request`, which replaces all other options.
 

@@ -19,7 +19,7 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.cell import Cell
 from kvkeep_lab.experiments import check_name, packaged
 from kvkeep_lab.paper import STRICT, Claim, ComparedPaper, Text
-from kvkeep_lab.reading import takes
+from kvkeep_lab.reading import takes_budget
 from kvkeep_lab.store import ResultFile, TaskRecord
 from kvkeep_lab.studies import STUDIES, Study
 from kvkeep_lab.studies.base import BudgetText, MethodName
@@ -186,9 +186,9 @@ class Experiment(ExperimentBase):
         """Yield methods and budgets: the baseline, the other methods without a budget, and the rest by budget, with the
         parameters chosen for a model."""
         methods = list(dict.fromkeys((self.baseline, *self.methods)))
-        yield from ((method, None) for method in methods if "budget" not in takes(method))
+        yield from ((method, None) for method in methods if not takes_budget(method))
         for budget in self.budgets:
-            bounded = (self.choice(method, model, budget) for method in methods if "budget" in takes(method))
+            bounded = (self.choice(method, model, budget) for method in methods if takes_budget(method))
             yield from ((method, budget) for method in dict.fromkeys(bounded))
 
     def choice(self, method: str, model: str, budget: str | None) -> str:
@@ -266,9 +266,12 @@ def load_experiment(name: str) -> Experiment | StudyExperiment:
     return experiment
 
 
-def read_experiment(given: dict[str, Any], where: str) -> Experiment | StudyExperiment:
-    """Return the experiment from plain types. Raises UsageError with the name ``where``."""
-    return _validated(StudyExperiment, given, where) if "study" in given else _validated(Experiment, given, where)
+def read_experiment(given: dict[str, Any], where: str, recorded: bool = False) -> Experiment | StudyExperiment:
+    """Return the experiment from plain types. Raises UsageError with the name ``where``. recorded: it was measured, and
+    its methods need not exist with these parameters."""
+    if "study" in given:
+        return _validated(StudyExperiment, given, where, recorded)
+    return _validated(Experiment, given, where, recorded)
 
 
 def digest(sources: Sequence[Path]) -> str:
@@ -294,9 +297,9 @@ def _merged(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _validated(kind: type[_Kind], given: dict[str, Any], where: str) -> _Kind:
+def _validated(kind: type[_Kind], given: dict[str, Any], where: str, recorded: bool = False) -> _Kind:
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(given, context={"recorded": recorded})
     except ValidationError as error:
         raise UsageError(_sentence(error, where)) from error
 

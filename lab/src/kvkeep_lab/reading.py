@@ -4,6 +4,7 @@ attention."""
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -17,7 +18,7 @@ from transformers.cache_utils import Cache
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.decode.cached_text import common_prefix
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.methods import resolve
@@ -40,6 +41,15 @@ def takes(method: str) -> tuple[str, ...]:
         return ()
     peer = peer_of(method)
     return resolve(method).options if peer is None else peer.takes
+
+
+def takes_budget(method: str) -> bool:
+    """Return whether a method or a peer takes a budget, also one that was measured with parameters that it does not
+    have. Raises UsageError for an unknown name."""
+    try:
+        return "budget" in takes(method)
+    except UsageError:
+        return "budget" in takes(re.sub(r":[^+]*", "", method))
 
 
 def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: int | None = None) -> Any:

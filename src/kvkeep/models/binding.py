@@ -401,9 +401,9 @@ def _read(
         given["logits_to_keep"] = 0  # layers that share keys need all queries
     else:
         last = 0
-    hooks.keep_outputs(earlier, last)
     for hook in cache.pass_hooks:
         hook.before(given["cache"], given)
+    hooks.keep_outputs(earlier, last)  # not before: a hook may run passes of its own
     return given
 
 

@@ -25,7 +25,7 @@ def groups(stores: Sequence[ResultFile]) -> list[TaskGroup | StudyGroup]:
     definitions, found = _definitions(stores), list[TaskGroup | StudyGroup]()
     for (setting, model), newest in cells.items():
         try:
-            experiment = _with_todays_paper(read_experiment(definitions[setting], "it"))
+            experiment = _with_todays_paper(read_experiment(definitions[setting], "it", recorded=True))
         except (KeyError, UsageError):
             continue
         records = list(newest.values())
@@ -43,7 +43,7 @@ def unread(stores: Sequence[ResultFile]) -> list[Chapter]:
     wrong: dict[str, str] = {}
     for given in _definitions(stores).values():
         try:
-            read_experiment(given, "what the results say of it")
+            read_experiment(given, "what the results say of it", recorded=True)
         except UsageError as error:
             wrong[str(given.get("name", "?"))] = str(error)
     return [

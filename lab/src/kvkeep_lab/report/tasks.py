@@ -13,7 +13,7 @@ from kvkeep.errors import UsageError
 from kvkeep_lab.cell import named
 from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.paper import Claim, PaperValue
-from kvkeep_lab.reading import takes
+from kvkeep_lab.reading import takes, takes_budget
 from kvkeep_lab.report import formatting as text
 from kvkeep_lab.report.chapter import Picture
 from kvkeep_lab.report.figures import draw_depths, draw_frontier, draw_maps, draw_quality
@@ -152,7 +152,7 @@ class TaskGroup(Group):
         return [
             self._case(metric, method, budget, other)
             for method in claim.methods
-            for budget in (claim.budgets or self.experiment.budgets if "budget" in takes(method) else (None,))
+            for budget in (claim.budgets or self.experiment.budgets if takes_budget(method) else (None,))
             for other in claim.than or (None,)
         ]
 

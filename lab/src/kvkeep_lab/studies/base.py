@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationInfo, model_serializer
 from torch import Tensor
 
 from kvkeep.decode.prompt import read_text
@@ -78,10 +79,16 @@ class Flag:
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
-    """Return a validator that returns a value unchanged or raises the error of ``check``."""
+    """Return a validator that returns a value unchanged or raises the error of ``check``. Parameters of a
+    recorded method need not exist: an earlier version had them."""
 
-    def validate(value: Any) -> Any:
-        check(value)
+    def validate(value: Any, info: ValidationInfo) -> Any:
+        try:
+            check(value)
+        except UsageError:
+            if not (info.context or {}).get("recorded"):
+                raise
+            check(re.sub(r":[^+]*", "", value))
         return value
 
     return AfterValidator(validate)
