@@ -450,7 +450,7 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(tmp_path: Path) 
         assert post(running.address, body, "wrong-key", "/v1/completions").status_code == 401
 
         killed, *_ = sorted(replicas())
-        for _ in range(6):  # on a busy machine, Serve's router may take a replica for one that is gone
+        for _ in range(12):  # on a busy machine, Serve's router may take a replica for one that is gone
             threads = [threading.Thread(target=talk.ask, args=(second, new)) for talk in talks]
             for talk, thread in zip(talks, threads, strict=True):
                 talk.begun.clear()
@@ -471,7 +471,8 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(tmp_path: Path) 
         os.kill(killed, signal.SIGKILL)
         for thread in threads:
             thread.join(60)
-        assert 0 < len(lost) < len(talks) and lost == [talk for talk in talks if talk.error is not None]
+        failed = [talk.name for talk in talks if talk.error is not None]  # names: a talk is long when it is printed
+        assert 0 < len(lost) < len(talks) and [talk.name for talk in lost] == failed
         for talk in talks:
             if talk in lost:
                 assert type(talk.error).__name__ == "APIError" and "retry" in str(talk.error)
