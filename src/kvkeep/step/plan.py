@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -122,20 +123,16 @@ class FullPages:
     """Full pages as one span, which stays the same object as long as the pages do."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._pages: list[Tensor] = []  # keys, then values
         self._all: Span | None = None
 
     def span(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Span | None:
         """Return all rows of these tensors, as of a :class:`Span`, one after the other; None where there are none."""
-        if not (keys or self._spans):
-            return None
-        known, pairs = self._spans, [*zip(keys, values, strict=True)]
-        if len(known) != len(pairs) or any(
-            span.keys is not key or span.values is not value for span, (key, value) in zip(known, pairs, strict=True)
-        ):
-            self._spans, self._all = [Span(key, value, 0, key.shape[-2]) for key, value in pairs], None
-            if pairs:
-                joined = JoinedSpans(self._spans)
+        pages = [*keys, *values]
+        if len(pages) != len(self._pages) or not all(map(is_, pages, self._pages)):
+            self._pages, self._all = pages, None
+            if pages:
+                joined = JoinedSpans([Span(*pair, 0, pair[0].shape[-2]) for pair in zip(keys, values, strict=True)])
                 self._all = Span(joined, joined.values, 0, joined.shape[2])
         return self._all
 
