@@ -210,7 +210,10 @@ class LayerStep(NamedTuple):
     @property
     def entries(self) -> int:
         """The number of entries that the query attends to, and of empty places between them."""
-        return sum(span.entries for span in self.attend)
+        total = 0
+        for span in self.attend:  # called for each layer of each token
+            total += span.stop - span.start
+        return total
 
     def segments(self) -> list[Segment]:
         """Return :attr:`attend` as segments, with :attr:`seen` as their masks."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.selector import Candidates
-from kvkeep.step.plan import Destination, LayerStep
+from kvkeep.step.plan import LayerStep
 from kvkeep.stores.resident.selected import Selected
 
 
@@ -61,7 +61,7 @@ class LayerGroup:
         reduce = "" if self._received is None else self.selector.reduce
         return [
             LayerStep(
-                Destination(one.append.keys, one.append.values, one.append.row, slots, scores),
+                one.append if one.append.slots is slots else one.append._replace(slots=slots, scores=scores),
                 one.slot,
                 by,
                 oldest,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from kvkeep.errors import BadCall
 from kvkeep.native.library import kernels, library
 from kvkeep.native.structures import (
-    NO_ARRAY,
     KvPiece,
     KvStep,
     Table,
@@ -108,9 +108,12 @@ def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int], shape: tuple[
     return address_table(addresses)
 
 
+_NOTHING = (None,) * 4
+
+
 class _Form:
     """One part of a step in the library's form: its keys and values are compiled once, and all else is written for each
-    token. The library checks all of it."""
+    token. The library checks all of it. Steps of one form have the same fields: those that are None stay empty."""
 
     def __init__(self, step: LayerStep) -> None:
         append, evict, reads = step.append, step.evict, [compiled(span.keys, span.values) for span in step.attend]
@@ -118,7 +121,7 @@ class _Form:
         starts = accumulate((len(one.pieces) for one in reads), initial=0)
         self._pieces: list[KvPiece] = [self._table[start] for start in [*starts][:-1]]
         self._shown = [(span.start, span.stop) for span in step.attend]
-        self._beside: dict[str, Tensor] = {}  # tensors that the structure points to
+        self._beside: dict[str, Sequence[Tensor | None]] = {"": _NOTHING, "evicted_": _NOTHING}
         self.struct = KvStep(reduce_max=step.reduce == "max", first_lane=step.first_lane)
         self.address = address_of(self.struct)
         self._insert, self._attention = self.struct.insert, self.struct.attention
@@ -136,30 +139,35 @@ class _Form:
 
     def write(self, step: LayerStep) -> None:
         """Write what changes with every token. Raises BadCall for a tensor that the library cannot read."""
-        insert, append, evict = self._insert, step.append, step.evict
+        insert, append, evict, entries = self._insert, step.append, step.evict, 0
         for number, span in enumerate(step.attend):
+            entries += span.stop - span.start
             if self._shown[number] != (bounds := (span.start, span.stop)):
                 narrow(self._pieces[number], span, self._reads[number])
                 self._shown[number] = bounds
-        self._attention.entries = step.entries
+        self._attention.entries = entries
         insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
         if append.slots is not None:
             insert.columns = append.slots.shape[1]
             self._show("", append)
-        insert.ranks, insert.new_scores = array(step.ranks), array(step.new_scores)
+        if step.ranks is not None:
+            insert.ranks = array(step.ranks)
+        if step.new_scores is not None:
+            insert.new_scores = array(step.new_scores)
         if evict is not None:
             insert.evicted_row = evict.row
             if evict.slots is not None:
                 self._show("evicted_", evict)
-        self.struct.received = NO_ARRAY if step.received is None else array(step.received)
+        if step.received is not None:
+            self.struct.received = array(step.received)
 
     def _show(self, prefix: str, one: Destination) -> None:
         """Let the structure point to what lies beside entries, unless it does so already."""
-        for name in ("slots", "scores", "extra", "newest"):
-            tensor = getattr(one, name)
-            if self._beside.get(prefix + name) is not tensor:
+        beside = one.slots, one.scores, one.extra, one.newest
+        if not all(map(is_, beside, self._beside[prefix])):
+            for name, tensor in zip(("slots", "scores", "extra", "newest"), beside, strict=True):
                 setattr(self._insert, prefix + name, array(tensor))
-                self._beside[prefix + name] = tensor
+            self._beside[prefix] = beside
 
 
 _FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]]]] = {}
@@ -167,8 +175,8 @@ _FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]]]] = {}
 
 
 def _form(step: LayerStep) -> _Form:
-    """Return the form of the steps with these keys, values and ``seen``, which is made once. Steps with slots have
-    other forms than those without."""
+    """Return the form of the steps with these keys, values and ``seen``, and with the same fields, which is made
+    once."""
     append, evict, seen = step.append, step.evict, step.seen
     parts = [append.keys, append.values]
     if seen is not None:
@@ -177,8 +185,9 @@ def _form(step: LayerStep) -> _Form:
         parts += evict.keys, evict.values
     for span in step.attend:
         parts += span.keys, span.values
-    has_slots = append.slots is not None, evict is not None and evict.slots is not None
-    name = (step.first_lane, step.reduce, seen is None, evict is None, has_slots, *map(id, parts))
+    slots = append.slots is None, evict is None or evict.slots is None
+    missing = *slots, seen is None, evict is None, step.ranks is None, step.new_scores is None, step.received is None
+    name = (step.first_lane, step.reduce, missing, *map(id, parts))
     known = _FORMS.get(name)
     if known is None:
         known = _FORMS[name] = _Form(step), [weakref.ref(one, lambda _: _FORMS.pop(name, None)) for one in parts]
