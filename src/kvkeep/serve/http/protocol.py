@@ -5,6 +5,7 @@ A protocol is one file, with its requests and its replies. Any field that is not
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -160,9 +161,9 @@ class AnswerRequest(Strict):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @abstractmethod
     def given(self) -> Prompt:
         """Return the prompt. A worker thread calls this."""
-        raise NotImplementedError
 
     @property
     def token_limit(self) -> int | None:
@@ -170,9 +171,9 @@ class AnswerRequest(Strict):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
-        raise NotImplementedError
 
     def ask(self, prompt: list[int], max_tokens: int) -> Ask:
         """Return the request to the engine."""
@@ -188,6 +189,6 @@ class AnswerRequest(Strict):
         options = {"method": self.kvkeep.method, "budget": self.kvkeep.budget}
         return {name: one for name, one in options.items() if one is not None}
 
+    @abstractmethod
     def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
         """Return the reply, which has no events yet. to_error: converts an exception within a stream to an error."""
-        raise NotImplementedError
