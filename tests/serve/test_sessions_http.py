@@ -1,4 +1,4 @@
-"""Sessions over HTTP: the routes, and a server that is killed, restarted and told to end."""
+"""Sessions over HTTP: the routes, and a server that is killed, restarted, and ended by SIGTERM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache knows of the text that it has read, beside its entries, and who is told of its progress."""
+"""What a cache knows of the text that it has read, and the functions that it calls with its progress."""
 
 from __future__ import annotations
 

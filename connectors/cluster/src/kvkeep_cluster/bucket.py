@@ -157,7 +157,7 @@ class BucketSession(SessionFiles):
         return True
 
     def in_use(self) -> bool:
-        """Return False: nobody knows."""
+        """Return False: a bucket has no locks."""
         return False
 
     def used(self) -> float:
