@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import forked
 import pytest
 from kvkeep_cluster.ray_cluster import connected
 from kvkeep_lab.ray_workers import _contents, cores
@@ -46,7 +47,14 @@ class Killed(Match):
 def test_a_killed_ray_worker_loses_no_cell(
     tmp_path: Path, model_folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = pytest.importorskip("ray")
+    """In a forked process: what was the driver of a cluster cannot fork the driver of another."""
+    pytest.importorskip("ray")
+    assert forked.exit_codes(lambda: killed_worker(tmp_path, model_folder, words, monkeypatch)) == [0]
+
+
+def killed_worker(tmp_path: Path, model_folder: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     paths = [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setitem(TASKS, "killed", Killed)
