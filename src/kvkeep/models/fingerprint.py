@@ -27,13 +27,8 @@ _fixed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def fix(model: Any) -> None:
-    """Compute the fingerprint of a model whose weights do not change until :func:`release`."""
+    """Compute the fingerprint of a model whose weights stay as they are."""
     _fixed[model] = fingerprint(model)
-
-
-def release(model: Any) -> None:
-    """Let :func:`fingerprint` read the weights of a model again."""
-    _fixed.pop(model, None)
 
 
 @torch.no_grad()
@@ -50,7 +45,7 @@ def fingerprint(model: Any) -> str:
         return known
     tensors = _tensors(model)
     unchanged = (
-        _digest(model, tensors, (_sample(one) for _, one in tensors)),
+        sampled_fingerprint(model),
         [(one.data_ptr(), 0 if one.is_inference() else one._version) for _, one in tensors],
     )
     if model in _known and _known[model][0] == unchanged:
