@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,27 +75,23 @@ def _explain(name: str, pre: str | None, *, json: bool) -> None:
         raise UsageError(f"--explain takes a GGUF file or an embedded model, and '{name}' is neither.")
     found = explain(file.resolve(), pre)
     if json:
-        print_json(asdict(found))
+        print_json(found)
         return
-    about = {"file": ", ".join(found.files), "architecture": f"{found.architecture} ({found.family} in transformers)"}
-    _rows(("file", ""), _pairs(about))
-    _rows(("tokenizer", ""), _pairs(found.tokenizer))
-    _rows(("config", ""), _pairs(found.config))
-    _rows(("key", "value", "use"), [(one.key, one.value, one.use) for one in found.keys])
-    tensors = [(one.name, one.kind, "x".join(map(str, one.shape)), one.became, one.in_memory) for one in found.tensors]
-    _rows(("tensor", "stored", "shape", "weight", "in memory"), tensors)
+    about = {"file": ", ".join(found["files"])}
+    about["architecture"] = f"{found['architecture']} ({found['family']} in transformers)"
+    for heading, facts in {"file": about, "tokenizer": found["tokenizer"], "config": found["config"]}.items():
+        _rows((heading, ""), facts.items())
+    _rows(("key", "value", "use"), [one.values() for one in found["keys"]])
+    tensors = [one | {"shape": "x".join(map(str, one["shape"]))} for one in found["tensors"]]
+    _rows(("tensor", "stored", "shape", "weight", "in memory"), [one.values() for one in tensors])
 
 
-def _pairs(facts: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [(name, str(value)) for name, value in facts.items()]
-
-
-def _rows(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def _rows(headings: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None:
     table = Table(box=None, header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(str(one)) for one in row))
     out.print(table)
     out.print()
 

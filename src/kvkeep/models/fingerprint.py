@@ -27,8 +27,13 @@ _fixed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def fix(model: Any) -> None:
-    """Compute the fingerprint of a model whose weights stay as they are."""
+    """Compute the fingerprint of a model whose weights do not change until :func:`release`."""
     _fixed[model] = fingerprint(model)
+
+
+def release(model: Any) -> None:
+    """Let :func:`fingerprint` read the weights of a model again."""
+    _fixed.pop(model, None)
 
 
 @torch.no_grad()
