@@ -17,7 +17,8 @@ from families import FAMILIES, VOCABULARY, tiny
 from helpers import assert_near, forward, stock
 
 from kvkeep import KeepCache, UnsupportedModelError, UsageError
-from kvkeep.models.binding import PREPARE, bind, unbind
+from kvkeep.models.binding import bind, unbind
+from kvkeep.models.same_text import PREPARE
 
 IDS = torch.randint(2, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
