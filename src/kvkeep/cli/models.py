@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -16,11 +15,8 @@ from kvkeep.cli import options
 from kvkeep.cli.output import note, out, print_json
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
-from kvkeep.models.embedded import EMBEDDED, gguf_path
+from kvkeep.models.embedded import EMBEDDED, Embedded, gguf_path
 from kvkeep.models.fetching import growing_path
-
-if TYPE_CHECKING:
-    from kvkeep.models.loading import AvailableModel
 
 
 def models(
@@ -44,21 +40,19 @@ def models(
         raise UsageError("--pre changes how a file is read; give it with --explain FILE.")
     if fetch is not None:
         options.check_model(fetch)
-    with startup(fetch):
-        from kvkeep.models.loading import available, load
+        with startup(fetch):
+            from kvkeep.models.loading import load
 
-        if fetch is not None:
             load(fetch, device="cpu", progress=note)
 
-    rows = available()
     if json:
-        print_json({"models": [asdict(row) | {"path": str(row.path) if row.path else None} for row in rows]})
+        print_json({"models": [_row(model) for model in EMBEDDED.values()]})
         return
     table = Table(box=None, header_style="bold")
     for heading in ("model", "on this machine", "licence", "description"):
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(row.name, _here(row), row.licence, row.description)
+    for model in EMBEDDED.values():
+        table.add_row(model.name, _here(model), model.licence, model.description)
     out.print(table)
     note("'kvkeep models --fetch MODEL' downloads one; other commands do so when they first need it.")
     note("'kvkeep models --explain FILE' prints what was read of a GGUF file.")
@@ -96,8 +90,19 @@ def _rows(headings: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None:
     out.print()
 
 
-def _here(row: AvailableModel) -> str:
-    if row.fetched:
-        return size(row.bytes_on_disk)
-    model = EMBEDDED[row.name]
+def _row(model: Embedded) -> dict[str, Any]:
+    path, growing = gguf_path(model), growing_path(model)
+    return {
+        "name": model.name,
+        "description": model.description,
+        "licence": model.licence,
+        "fetched": path.is_file(),
+        "path": str(path) if path.is_file() else None,
+        "bytes_on_disk": sum(file.stat().st_size for file in (path, growing) if file.is_file()),
+    }
+
+
+def _here(model: Embedded) -> str:
+    if (path := gguf_path(model)).is_file():
+        return size(path.stat().st_size)
     return f"{'in part' if growing_path(model).exists() else 'no'} ({size(model.size)})"
