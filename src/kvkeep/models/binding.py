@@ -138,22 +138,19 @@ class Replacement(partial[Any]):
 
 
 class Binding:
-    """The adapter of a bound model, and the handles that undo binding."""
+    """The hooks of a model, and its adapter if a bounded cache uses it."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.adapter: Adapter | None = None
-        self._forwards: list[tuple[nn.Module, Any]] = []  # recurrent modules, and their forward if it was replaced
         self.decoder = decoder_of(model)
         names = list(inspect.signature(self.decoder.forward).parameters)
         before = partial(_before_decoder, names)
-        self._handles = [
-            self.decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            self.decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True),
-        ]
+        self.decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        self.decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True)
         if self.decoder is not model:
-            self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
-            self._handles.append(model.register_forward_hook(_after_model, always_call=True))
+            model.register_forward_pre_hook(_before_model, with_kwargs=True)
+            model.register_forward_hook(_after_model, always_call=True)
         if hasattr(type(model), PREPARE) and PREPARE not in vars(model):
             setattr(model, PREPARE, Replacement(prepare, model, getattr(model, PREPARE)))
 
@@ -176,32 +173,16 @@ class Binding:
             for index, layer in enumerate(layers):
                 handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
             adapter = Adapter(model)
-            for module in adapter.recurrent.values():
-                self._forwards.append((module, vars(module).get("forward")))
-                module.forward = Replacement(recurrent_forward, module, module.forward)
         except BaseException:
-            self._restore(handles)
+            for handle in handles:
+                handle.remove()
+            model.set_attn_implementation("sdpa")
             raise
-        self.adapter, self._handles = adapter, self._handles + handles
+        for module in adapter.recurrent.values():
+            if not isinstance(module.forward, Replacement):  # an interrupt may have left some
+                module.forward = Replacement(recurrent_forward, module, module.forward)
+        self.adapter = adapter
         return adapter
-
-    def undo(self) -> None:
-        """Remove the hooks and restore stock attention."""
-        self._restore(self._handles)
-        vars(self.model).pop(PREPARE, None)
-        del self.model._kvkeep_binding
-
-    def _restore(self, handles: list[RemovableHandle]) -> None:
-        """Remove ``handles`` and restore stock attention."""
-        for handle in handles:
-            handle.remove()
-        for module, before in self._forwards:  # accelerate replaces the forward of modules that it moves
-            vars(module).pop("forward", None)
-            if before is not None:
-                module.forward = before
-        self._forwards = []
-        if self.model.config._attn_implementation == NAME:
-            self.model.set_attn_implementation("sdpa")
 
 
 def _unstreamable(model: Any, decoder: nn.Module) -> str | None:
@@ -237,13 +218,6 @@ def bind(model: Any) -> Adapter:
     attention cannot be streamed."""
     with _LOCK:
         return watch(model).stream()
-
-
-def unbind(model: Any) -> None:
-    """Undo :func:`bind` and :func:`watch`."""
-    with _LOCK:
-        if (binding := getattr(model, "_kvkeep_binding", None)) is not None:
-            binding.undo()
 
 
 def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
