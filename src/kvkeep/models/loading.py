@@ -19,7 +19,7 @@ from kvkeep.models.embedded import EMBEDDED
 from kvkeep.models.fetching import fetch
 from kvkeep.models.fused import fuse
 from kvkeep.models.gguf.model import GgufModel, read_model
-from kvkeep.models.model_files import check_config, check_folder, check_ids, check_index, check_sizes, check_tokenizer
+from kvkeep.models.model_files import check_config, check_folder, check_ids, check_index, check_tokenizer
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.packed import Packed
 from kvkeep.models.packing import Packing
@@ -262,8 +262,6 @@ def _read_config(source: Source) -> Any:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    if (folder := Path(source.place)).is_dir():
-        check_sizes(folder, source.name)
     stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
     family, name = stated.get("model_type"), source.name
     if family is not None and family not in CONFIG_MAPPING_NAMES:
