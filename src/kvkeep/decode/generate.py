@@ -31,7 +31,7 @@ from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError, naming_memory
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
-from kvkeep.models.binding import check_text, digest_text
+from kvkeep.models.same_text import check_text, digest_text
 from kvkeep.stock import STOCK, memory_of
 from kvkeep.stores.readers.round import RoundStatistics
 
