@@ -98,3 +98,8 @@ def test_a_template_is_compiled_or_refused_soon(template: str) -> None:
         compiled(template)
     assert time.process_time() - begun < 5
     assert compiled(" " * LONGEST).render() == " " * LONGEST
+
+
+@pytest.mark.parametrize("work", ["'a' * 10**12", "9**9**9", "'a'|center(10**12)", "1 if 9**9**9 else 2"])
+def test_a_template_computes_nothing_until_it_is_filled(work: str) -> None:
+    assert compiled(f"{{% if messages %}}{{{{ {work} }}}}{{% set x = {work} %}}{{% endif %}}").render() == ""

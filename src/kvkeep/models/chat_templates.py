@@ -48,6 +48,12 @@ def _turn(context: Any, cost: int) -> bool:
     return True
 
 
+@pass_context
+def _later(context: Any, value: Any) -> Any:
+    """What a template writes, as it is. What depends on the context is computed when the template is filled."""
+    return value
+
+
 @lru_cache(maxsize=16)
 def compiled(template: str) -> Template:
     """Return a compiled chat template. Raises ModelError, whose message is a part of a sentence, for one that is too
@@ -58,6 +64,7 @@ def compiled(template: str) -> Template:
         raise ModelError(f"it has {len(template):,} characters, and kvkeep compiles at most {LONGEST:,}")
     environment = _compile_jinja_template("").environment
     environment.filters["kvkeep_turn"] = _turn
+    environment.optimized, environment.finalize = False, _later  # so that compiling computes nothing
     try:
         tree = environment.parse(template)
         for body in [*tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:
