@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.blocks.folder import BlockFolder, BlockName
+from kvkeep.blocks.folder import LOCK, BlockFolder, BlockName
 from kvkeep.blocks.references import Reference, SessionFiles, checked, newest, unwritable
 from kvkeep.blocks.text import belongs_to_sessions, state_key, tail_key
 from kvkeep.errors import (
@@ -190,6 +190,9 @@ class Store:
         """Remove the folder if it has no session and no block."""
         with suppress(OSError):
             self._sessions.rmdir()
+            (self.blocks.folder / LOCK).unlink(missing_ok=True)
+            for folder, _, _ in os.walk(self.blocks.folder, topdown=False):
+                os.rmdir(folder)
             (self.folder / MARKER).unlink()
             self.folder.rmdir()
 
