@@ -1,7 +1,7 @@
 """Beginnings: a cache takes the first tokens of a prompt from blocks, whoever stored them for the same owner.
 
 Only exact caches do, because their entries depend on nothing but the tokens before. A text is found by the names of its
-blocks (:mod:`~kvkeep.blocks.names`), so a client need not name a session.
+blocks (:mod:`~kvkeep.blocks.text`), so a client need not name a session.
 """
 
 from __future__ import annotations

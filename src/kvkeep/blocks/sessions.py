@@ -1,6 +1,6 @@
 """Sessions: a cache is saved to a store, and continued later without reading its tokens again.
 
-A save writes the blocks of 256 tokens (:mod:`~kvkeep.blocks.names`) that the store does not have, one further block
+A save writes the blocks of 256 tokens (:mod:`~kvkeep.blocks.text`) that the store does not have, one further block
 with the rest of the cache's state (the last tokens, resident entries, windows, codes), and the session's reference
 (:mod:`~kvkeep.blocks.references`), which names them and has the token ids. Saved blocks never change, so a save costs
 what is new, and sessions with the same beginning share its blocks.
