@@ -17,8 +17,7 @@ from kvkeep.contracts.selector import Selector
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.read_evicted import ReadEvicted
+from kvkeep.stores.layer import Layer, ReadEvicted
 from kvkeep.stores.resident.selected import Selected
 
 

@@ -16,7 +16,7 @@ from kvkeep.policies.methods import Method
 from kvkeep.policies.recalls.unnamed import Everything
 from kvkeep.policies.request import PAGE
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
-from kvkeep.stores.readers.draft import VOTERS
+from kvkeep.stores.readers.backed import VOTERS
 from kvkeep.stores.resident.banks import bank_columns
 
 Evictions = tuple[LayerGeometry, int, list[int]]

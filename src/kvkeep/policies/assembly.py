@@ -28,12 +28,11 @@ from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import SlidingLayer, holding_of
-from kvkeep.stores.evicted.in_order import InOrder
+from kvkeep.stores.in_order import InOrder, Newest
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.round import Round
 from kvkeep.stores.recurrent import RecurrentState
 from kvkeep.stores.resident.cache_positions import CachePositions
-from kvkeep.stores.resident.newest import Newest
 from kvkeep.stores.resident.selected import Selected
 
 

@@ -9,7 +9,7 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.part import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.stores.evicted.in_order import InOrder
+from kvkeep.stores.in_order import InOrder
 
 
 @dataclass(frozen=True)

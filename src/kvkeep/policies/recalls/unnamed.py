@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader, Recall
-from kvkeep.stores.readers.read_checkpoint import ReadCheckpoint
-from kvkeep.stores.readers.read_evicted import ReadEvicted
+from kvkeep.stores.layer import ReadEvicted
+from kvkeep.stores.readers.backed import ReadCheckpoint
 
 
 @dataclass(frozen=True)
