@@ -24,10 +24,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.engine.answer import Answer, Ask, end_ids
+from kvkeep.engine.answer import Answer, Ask, Scheduler, end_ids
 from kvkeep.engine.pieces import Pieces, pieces_of
 from kvkeep.engine.sampling import SMALLEST, Sampler
-from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError, naming_memory
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory

@@ -14,8 +14,7 @@ from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
 from kvkeep.cache import KeepCache
 from kvkeep.decode.prompt import encode
-from kvkeep.engine.answer import Answer, Ask
-from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import loading
