@@ -17,7 +17,7 @@ from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
 from kvkeep.models.binding import digest_text
 from kvkeep.passes import stream
-from kvkeep.stock import requested
+from kvkeep.policies.methods import requested
 
 KINDS = ["kv", "residual", "residual:3", "tokens"]
 

@@ -31,7 +31,8 @@ from kvkeep.errors import UsageError, naming_memory
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.binding import check_text, digest_text
-from kvkeep.stock import STOCK, memory_of
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import memory_of
 from kvkeep.stores.readers.round import RoundStatistics
 
 SEEDS = range(-(2**63), 2**64)

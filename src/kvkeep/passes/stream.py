@@ -26,7 +26,7 @@ from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.record import TextRecord
 from kvkeep.policies.assembly import Assembly
-from kvkeep.policies.methods import Method
+from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep

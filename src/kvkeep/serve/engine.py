@@ -43,7 +43,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.native.library import trim_memory
 from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.admission import Admission
 from kvkeep.serve.arbiter import Arbiter, total_bytes
 from kvkeep.serve.job import Event, Finished, Job

@@ -21,7 +21,7 @@ from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application

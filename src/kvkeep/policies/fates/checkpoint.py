@@ -26,7 +26,7 @@ class Checkpointed(Fate):
     checkpoints: ClassVar[bool] = True
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        # With a selector that is not in order every step attends to the checkpoint (recalls/unnamed.py).
+        # With a selector that is not in order every step attends to the checkpoint (Everything).
         return InOrder(site)
 
 

@@ -25,7 +25,7 @@ from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, 
 
 
 class Selected(WorkingSet):
-    """The entries that ``selector`` ranks highest, up to ``budgets``; evicted ones go into ``store``.
+    """The entries that ``selector`` ranks highest, up to the budgets of ``site``; evicted ones go into ``store``.
 
     tail: columns behind these, for entries that wait for a decision of the round. adapter: the model's adapter, for a
     selector that looks ahead.
@@ -35,14 +35,13 @@ class Selected(WorkingSet):
         self,
         site: Site,
         selector: Selector,
-        budgets: Sequence[int],
         store: EvictedStore,
         tail: int = 0,
         adapter: Adapter | None = None,
     ) -> None:
         self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
         self.adapter = adapter
-        self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
+        self.banks = Banks(site.budgets, Device(site.device), site.ledger, site.meter, tail)
         scored = store.listens or store.merges or store.makes_room
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
