@@ -192,7 +192,9 @@ def generate(
         KeyboardInterrupt: interrupted while the prompt is read.
     """
     _check(prompt, temperature, seed, max_new_tokens)
-    _check_ids(prompt, ModelGeometry.from_config(model.config).vocab_size)
+    known = ModelGeometry.from_config(model.config).vocab_size
+    if wrong := [token for token in prompt if not 0 <= token < known]:
+        raise UsageError(f"The prompt has the token id {wrong[0]}, and the model's are 0 to {known - 1}.")
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -234,13 +236,6 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None, max_new_
         raise UsageError("There is nothing to answer: the prompt is empty.")
     if not _is_whole(max_new_tokens) or max_new_tokens < 1:
         raise UsageError(f"'max_new_tokens' is a whole number of at least 1, not {max_new_tokens!r}.")
-
-
-def _check_ids(prompt: Sequence[int], known: int) -> None:
-    """Raise UsageError for a token id that the model does not have."""
-    if min(prompt) < 0 or max(prompt) >= known:
-        wrong = next(token for token in prompt if not 0 <= token < known)
-        raise UsageError(f"The prompt has the token id {wrong}, and the model's are 0 to {known - 1}.")
 
 
 def _is_whole(value: Any) -> TypeGuard[int]:

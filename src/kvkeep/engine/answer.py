@@ -121,7 +121,12 @@ class Answer:
         """Generate in rounds of draft and verify."""
         self.cache.compress()
         limit = prompt.shape[1] + self.ask.max_tokens
-        rounds = Rounds(self.cache, prompt, sampler, self._taken, limit, copies=self.ask.copies)
+
+        def add(row: int, token: int, logits: Tensor) -> bool:
+            self.take(token, logits[row])
+            return bool(self.reason)
+
+        rounds = Rounds(self.cache, prompt, sampler, add, limit, copies=self.ask.copies)
         rounds.start(logits[-1:], None)
         steps = rounds.rounds()
         try:
@@ -135,11 +140,6 @@ class Answer:
                 self.cache.stream.abandon()
             raise
         self.cache.stream.abandon()
-
-    def _taken(self, row: int, token: int, logits: Tensor) -> bool:
-        """Add a token of a round, chosen by ``logits`` (1, vocabulary); return whether it is the last."""
-        self.take(token, logits[row])
-        return bool(self.reason)
 
     def take(self, token: int, logits: Tensor | None = None) -> None:
         """Append a token, chosen by ``logits`` (vocabulary,), and report the text that it completes. Raises NotNumbers
@@ -177,7 +177,6 @@ class ScheduledAnswer:
     def __init__(self, answer: Answer, shared: bool) -> None:
         self.answer, self.shared = answer, shared
         self._reads = answer.reads()
-        self._chunks: deque[int] = deque()  # sizes of the unread chunks
         self._want(next(self._reads))
 
     def _want(self, read: Read) -> None:
@@ -185,7 +184,7 @@ class ScheduledAnswer:
         chunks = [len(read.ids)]
         if isinstance(read.cache, KeepCache):  # transformers' own takes them at once
             chunks = read.cache.stream.chunks(len(read.ids), chunk_size(read.cache) if self.shared else None)
-        self._wanted, self._chunks = read, deque(chunks)
+        self._wanted, self._chunks = read, deque(chunks)  # sizes of the unread chunks
 
     @property
     def writes(self) -> bool:
@@ -193,9 +192,15 @@ class ScheduledAnswer:
         return bool(self.answer.tokens)
 
     def shorten(self) -> None:
-        """Shorten the next chunk if that is allowed, because other answers wait for it."""
-        chunks, part = self._chunks, short_chunk_size(self._wanted.cache)
-        if chunks[0] > part:
+        """Shorten the next chunk, because other answers wait for it, if the answer does not depend on chunk boundaries
+        and no pass rebuilds evicted entries."""
+        cache, chunks = self._wanted.cache, self._chunks
+        stored = cache.checkpoint
+        rebuilds = stored is not None and (stored.capacity or stored.by_token or stored.replays)
+        # Bits of a recurrent state depend on the chunks.
+        if not cache.stream.any_chunk or cache.round is not None or rebuilds or cache.geometry.recurrent_layers:
+            return
+        if chunks[0] > (part := min(SHORT_CHUNK, chunk_size(cache))):
             chunks[0] -= part
             chunks.appendleft(part)
 
@@ -322,13 +327,3 @@ def chunk_size(cache: KeepCache) -> int:
     """Return the number of prompt tokens that one pass reads into a cache."""
     chunk: int = cache.stream.chunk
     return CHUNK if chunk > CHUNK and cache.stream.any_chunk else chunk
-
-
-def short_chunk_size(cache: KeepCache) -> int:
-    """Return the number of prompt tokens that one pass reads while other sessions generate. It is smaller than the
-    normal chunk only if the answer does not depend on chunk boundaries and no pass rebuilds evicted entries."""
-    stored = cache.checkpoint
-    cut = cache.stream.any_chunk and cache.round is None
-    kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
-    kept = kept and not cache.geometry.recurrent_layers  # bits of a recurrent state depend on the chunks
-    return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

@@ -98,16 +98,12 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
         if isinstance(result, Exception) and ran_out_of_memory(result):
             release(result)
             trim_memory()
-            again = _restored(read.cache) and len(reads) > 1
+            # Once the pass is undone, no entry is evicted for good, no round ended, and no window moved.
+            restored = read.cache.crops and read.cache.round is None and not read.cache.stream.moving
+            again = restored and len(reads) > 1
             (result,) = _forward(model, [read]) if again else (result,)
             found[number] = without_memory(read, result)
     return found
-
-
-def _restored(cache: KeepCache) -> bool:
-    """Return whether a cache was as before its pass once that was undone: no entry was evicted for good, no round of
-    drafts was ended, and no window moved."""
-    return cache.crops and cache.round is None and not cache.stream.moving
 
 
 def without_memory(read: Read, result: Tensor | Exception) -> Tensor | Exception:

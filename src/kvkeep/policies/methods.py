@@ -154,7 +154,7 @@ class Request:
         if kind is None:
             vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
             hybrid = any(layer.recurrent for layer in geometry.full_layers)  # rebuilding would run the recurrence, too
-            kind = "residual" if vectors < entries and not hybrid else "kv"
+            kind = "residual" if vectors < entries and not hybrid and self.capacity is None else "kv"
         where = self.where or ("disk" if device == "cpu" else "host")
         return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
 
@@ -223,11 +223,13 @@ def _current(part: str) -> str:
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
-    """Return the method of three parts. The recall gives its summary; a recall without a label leaves that to the
-    selector."""
+    """Return the method of three parts. The first sentence of the recall's docstring is its summary; a recall without
+    a label leaves that to the selector."""
     about = recall if recall.label else selector
     recall = _default_recall(selector, fate, recall)
-    return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
+    summary = " ".join((type(about).__doc__ or "").partition("\n\n")[0].replace("``", "").split())
+    summary = summary.partition(". ")[0].removesuffix(".") + "."
+    return Method(name, selector, fate, recall, summary, about.source or selector.source)
 
 
 def _default_recall(selector: Selector, fate: Fate, recall: Recall) -> Recall:
@@ -296,8 +298,3 @@ def parts() -> dict[str, dict[str, type[Any]]]:
     """Return all registered selectors, fates and recalls: for each of these kinds, the classes by name."""
     load_plugins()
     return {"selectors": dict(SELECTORS), "fates": dict(FATES), "recalls": dict(RECALLS)}
-
-
-def _first_sentence(made: object) -> str:
-    text = " ".join((type(made).__doc__ or "").partition("\n\n")[0].replace("``", "").split())
-    return text.partition(". ")[0].removesuffix(".") + "."

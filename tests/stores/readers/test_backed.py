@@ -46,16 +46,15 @@ def test_nothing_is_rebuilt_while_everything_is_resident(monkeypatch: pytest.Mon
     assert len(rebuilt) == 4
 
 
-@pytest.mark.parametrize("kind", ["kv", "residual"])
-def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
+def test_a_full_checkpoint_loses_its_oldest_and_says_so() -> None:
     """Each step then attends, once, to whatever is still somewhere."""
     spec, ids, seen = "streaming-llm:positions=absolute+checkpoint", prompt(1, 60), []
-    cache = KeepCache(tiny("llama"), spec, BUDGET, checkpoint=kind, capacity=20)
+    cache = KeepCache(tiny("llama"), spec, BUDGET, capacity=20)
     step("llama", cache, ids[:, :20])
     assert cache.exactness == "exact"
     step("llama", cache, ids[:, 20:40])
     assert cache.exactness == "lossy"
-    layer = bounded(cache)[1]  # the first one's residuals follow from the ids, which are all there
+    layer = bounded(cache)[1]
     assert layer.resident.resident_slots()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
@@ -68,8 +67,7 @@ def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
 
     layer.segment = segment  # type: ignore[method-assign]
     step("llama", cache, ids[:, 40:52])
-    # Residuals are written when a layer is entered, over the oldest: 20 to 31 are gone, but 28 to 31 are resident.
-    assert sorted(seen) == [*range(4), *range(20 if kind == "kv" else 28, 40)]
+    assert sorted(seen) == [*range(4), *range(20, 40)]
     codes = cache.entry_states()[1][0, 0]
     assert (codes[:4] == EntryState.RESIDENT).all() and (codes[4:32] == EntryState.DROPPED).all()
     assert (codes[32:] != EntryState.DROPPED).all()
