@@ -37,7 +37,7 @@ VOTERS = 32
 
 
 class Backed(Reader):
-    """A reader of a layer whose backing holds every entry."""
+    """A reader of a layer whose checkpoint holds every entry."""
 
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None
@@ -45,7 +45,7 @@ class Backed(Reader):
 
     @property
     def first(self) -> int:
-        """The first slot that the backing still has; earlier slots are lost."""
+        """The first slot that the checkpoint still has; earlier slots are lost."""
         return self.checkpoint.first(self.index)
 
     def settling(self, layer: Layer, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
@@ -160,7 +160,7 @@ class DraftAndVerify(Backed):
 
     def chooses(self, layer: Layer) -> bool:
         """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
-        only the backing has evicted entries, and reading it takes no computation."""
+        only the checkpoint has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
         only_backed = not (store.keeps or store.makes_room)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
