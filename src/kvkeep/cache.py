@@ -45,7 +45,7 @@ class KeepCache(RecurrentCache):
             smaller of kv and residual.
         where: "device", "host" or "disk"; by default disk for a model on the CPU, and host for a model on an
             accelerator.
-        capacity: maximum number of entries in the checkpoint.
+        capacity: maximum number of entries in a checkpoint of kind "kv".
         folder: folder of a checkpoint on disk.
         chunk: prompt tokens processed in one pass.
         page: rows rebuilt at a time.

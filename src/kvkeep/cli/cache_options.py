@@ -64,7 +64,7 @@ class CacheOptions:
         int | None,
         Option(
             metavar="N",
-            help="Maximum number of entries stored; the oldest are discarded, which makes the cache lossy.",
+            help="Maximum number of entries stored (kind kv); the oldest are discarded, which makes the cache lossy.",
             show_default="unlimited",
             rich_help_panel=options.CACHE,
         ),
