@@ -16,7 +16,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import EntriesLost, PromptTooLong, QueueFull, SessionMismatch
 from kvkeep.memory.rows import BLOCK
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, is_under_way
 from kvkeep.serve.prefixes import Prefix, find

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvkeep.cache import KeepCache
-from kvkeep.engine.batch import chunk_size
+from kvkeep.engine.answer import chunk_size
 from kvkeep.errors import BudgetError
 from kvkeep.plan.sizes import grant
 from kvkeep.stores.dynamic import DynamicLayer

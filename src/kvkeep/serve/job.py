@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.blocks.folder import BlockName
-from kvkeep.engine.answer import Answer, Ask, TextPiece
-from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
+from kvkeep.engine.answer import Answer, Ask, ScheduledAnswer, Scheduler
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.errors import KvkeepError, OutOfMemory, place_of, ran_out_of_memory
 from kvkeep.serve.session import Name, OpenSession
 from kvkeep.serve.session_storage import OpenedSession

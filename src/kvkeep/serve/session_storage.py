@@ -35,7 +35,7 @@ from kvkeep.errors import (
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.session import Name, OpenSession, State
 
 log = logging.getLogger(__name__)

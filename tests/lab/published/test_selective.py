@@ -257,22 +257,20 @@ def test_methods_without_all_entries_in_checkpoints_say_so() -> None:
             call(cache, *own)
 
 
-@pytest.mark.parametrize("kind", ["kv", "residual"])
-def test_a_ring_loses_what_falls_out_and_says_so(kind: str) -> None:
+def test_a_ring_loses_what_falls_out_and_says_so() -> None:
     ids = prompt(2, 90)
-    cache = KeepCache(tiny("llama"), "kv-lru", BUDGET, checkpoint=kind, where="host", capacity=50)
+    cache = KeepCache(tiny("llama"), "kv-lru", BUDGET, checkpoint="kv", where="host", capacity=50)
     step("llama", cache, ids[:, :50])
     assert cache.exactness == "reversible"
     for own in ids[:, 50:].split([*[1] * 20, 20], 1):
         step("llama", cache, own)
     assert cache.exactness == "lossy"
-    first = 0 if kind == "kv" else 1  # the first layer's residuals follow from the ids, which are all there
-    assert all(found.worst == 1.0 for found in certificates(cache)[first:])
-    codes = torch.stack(cache.entry_states())[first:]
+    assert all(found.worst == 1.0 for found in certificates(cache))
+    codes = torch.stack(cache.entry_states())
     assert (codes[..., :40] != EntryState.CHECKPOINTED).all() and (codes[..., :40] == EntryState.DROPPED).any()
     assert (codes[..., 40:] != EntryState.DROPPED).all()
     gone = [slot for slot in range(40) if (codes[..., slot] == EntryState.DROPPED).all()]
-    assert gone and (recall(cache, gone) == 0) == (kind == "kv")
+    assert gone and recall(cache, gone) == 0
 
 
 def test_a_long_step_attends_what_is_resident_though_the_backing_has_lost_it() -> None:

@@ -36,7 +36,9 @@ def inspect(
     """Write an HTML page that shows what became of every token of a text, step by step, layer by layer."""
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
-    from kvkeep.stock import STOCK, new_cache, requested
+    from kvkeep.policies.methods import requested
+    from kvkeep.policies.names import STOCK
+    from kvkeep.stock import new_cache
     from kvkeep_lab.inspection import inspect as run
     from kvkeep_lab.page import check_output, render, write_page
 

@@ -23,7 +23,8 @@ from kvkeep.decode.prompt import read_text
 from kvkeep.errors import KvkeepError, UsageError, ran_out_of_memory, unknown
 from kvkeep.models.embedded import EMBEDDED
 from kvkeep.models.loading import load
-from kvkeep.policies.methods import STOCK, names
+from kvkeep.policies.methods import names
+from kvkeep.policies.names import STOCK
 from kvkeep.stock import memory_of, new_cache
 
 _NAME = re.compile(r"/[a-z]*")

@@ -18,8 +18,8 @@ from kvkeep.engine.token_spelling import special_ids
 from kvkeep.errors import PromptTooLong
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.endless import endless_options
+from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import resolve
-from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import in_worker, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field

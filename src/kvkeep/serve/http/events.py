@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from kvkeep.engine.answer import TextPiece
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.errors import EngineStopping
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.job import Event, Finished, Job
