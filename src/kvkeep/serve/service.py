@@ -25,9 +25,8 @@ from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.answering import Limits
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.events import Limits
-from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.session_pool import SessionPool
 
 WARM_UP_TOKENS = 8
@@ -61,7 +60,7 @@ class Service:
     """Maximum bytes of the store's blocks."""
     age: float | None
     """Seconds after which an unused session or block is removed."""
-    keys: Keys
+    keys: tuple[str, ...]
     limits: Limits
     origins: tuple[str, ...]
     """Origins whose pages may use the server (CORS)."""
@@ -97,7 +96,7 @@ class Service:
             folder=None if given["sessions"] is None else str(given["sessions"]),
             quota=QUOTA if quota is None else bytes_of(quota, "quota"),
             age=None if age is None else number("age", age, 0) * DAY_S,
-            keys=Keys(keys),
+            keys=(*keys,),
             limits=Limits(
                 number("answers", given["answers"], 1, int) if keys else None,
                 None if given["time"] is None else number("time", given["time"], 0.1),

@@ -35,10 +35,9 @@ from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.models.loading import DEFAULT
 from kvkeep.plugins import first_line
 from kvkeep.serve.engine import WAITING
-from kvkeep.serve.http.app import alive
+from kvkeep.serve.http.app import alive, log_requests
 from kvkeep.serve.http.connection import KEEP_ALIVE_S
 from kvkeep.serve.http.keys import keys_given
-from kvkeep.serve.http.middleware import log_requests
 from kvkeep.serve.service import number
 from kvkeep_cluster import ray_cluster
 from kvkeep_cluster.ray_cluster import ClusterEnded, connected

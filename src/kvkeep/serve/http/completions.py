@@ -14,8 +14,17 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from kvkeep.engine.answer import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.events import StreamEvent
-from kvkeep.serve.http.protocol import AnswerRequest, ChatPrompt, Name, Prompt, Reply, Strict, Text, wrong
+from kvkeep.serve.http.protocol import (
+    AnswerRequest,
+    ChatPrompt,
+    Name,
+    Prompt,
+    Reply,
+    StreamEvent,
+    Strict,
+    Text,
+    wrong,
+)
 from kvkeep.serve.job import Finished
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}

@@ -12,7 +12,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import RequestMemory
 from kvkeep.serve.http.errors import FAILED, APIError, api_error
-from kvkeep.serve.http.events import StreamEvent
+from kvkeep.serve.http.protocol import StreamEvent
 from kvkeep.serve.job import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
