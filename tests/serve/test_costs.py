@@ -21,7 +21,7 @@ from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, r
 from worst_bodies import REFUSED, TOKENIZE
 
 from kvkeep.cli.serve.process import StartingApp
-from kvkeep.decode.encoding import PromptText
+from kvkeep.decode.prompt import PromptText
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering, app, completions, connection, protocol
 from kvkeep.serve.http import body as bodies
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_the_queue_of_large_bodies_leaves_nothing_there(mon
         gate.wait(30)
         return PromptText("the river")
 
-    monkeypatch.setattr(answering, "prompt_text", slow)
+    monkeypatch.setattr(protocol, "prompt_text", slow)
     asked = [{"messages": [{"role": "user", "content": "a" * length}]} for length in (200_000, 300_000)]
     with serving() as (address, _):
         first = threading.Thread(target=post, args=(address, asked[0]), kwargs={"path": TOKENIZE})

@@ -14,7 +14,7 @@ import pytest
 from running import CHAT, TEXT, post, serving, streamed
 from scripted import CONTENTS, END, START, TEMPLATE, TURN, Vocabulary, byte_level, scripted, sentencepiece
 
-from kvkeep.decode.encoding import PromptText
+from kvkeep.decode.prompt import PromptText
 from kvkeep.serve.engine import Engine
 
 KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece}

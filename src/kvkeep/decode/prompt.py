@@ -1,65 +1,51 @@
-"""Prompts: from a text and a question, or the messages of a conversation, to token ids."""
+"""Prompts: from the messages of a conversation, or a text and a question, to token ids.
+
+Some names of special tokens in a text are data. No setting of the tokenizer is changed, so that several threads can use
+it at once.
+"""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
-from pathlib import Path
-from typing import IO, Any
+from itertools import chain, pairwise
+from typing import Any
 
-from kvkeep.decode.encoding import PromptText, as_data, encoding, special_names
-from kvkeep.errors import EmptyText, UsageError, out_of_memory, ran_out_of_memory, reason_of
+from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids
+from kvkeep.errors import KvkeepError, ModelError, UsageError, out_of_memory, ran_out_of_memory
+from kvkeep.files.texts import check_text
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
+from kvkeep.native.room import has_room
 
 Messages = list[dict[str, str]]
+_CHARACTERS_PER_TOKEN = (1, 4, 16)
+"""The lengths of beginnings, by the number of tokens that are looked for."""
+_BESIDE_A_CUT = 256
+"""More tokens than a cut adds to a text."""
+Span = tuple[int, int]
+"""The place of the first character, and of the first one after it."""
+BYTES_PER_BYTE = 640
+"""Memory that encoding takes at most for a byte of text. Measured with 1 MB of words, digits, CJK, emoji, punctuation,
+names of special tokens and random letters: 100 to 534 bytes with SmolLM2's tokenizer, 67 to 146 with Gemma 3's."""
+LEAST_BYTES = 16 << 20
+"""Memory that encoding takes for a text of any length, with some to spare for what other threads do meanwhile."""
+
+# -- messages ---------------------------------------------------------------------------------------------
 
 
-def read_text(path: str) -> str:
-    """Return the text of a file, or of standard input for ``-``, without a byte order mark. Raises UsageError if there
-    is no readable text, EmptyText if the file is empty."""
-    try:
-        data = standard_input().read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(f"The file '{path}' cannot be read: {reason_of(error)}.") from error
-    name = "standard input" if path == "-" else f"the file '{path}'"
-    if b"\0" in data:
-        raise UsageError(f"There is no text in {name}: it is binary; give a text file (UTF-8).")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"The text of {name} is not UTF-8 (byte {error.start}); convert it first.") from error
-    if not text.strip():
-        raise EmptyText(f"There is no text in {name}: it is empty.")
-    return text
-
-
-def standard_input() -> IO[bytes]:
-    """Return standard input as bytes. Raises UsageError if it is closed."""
-    if sys.stdin is None or sys.stdin.closed:
-        raise UsageError("Standard input is closed, so there is nothing to read from it; redirect it from a file.")
-    return sys.stdin.buffer
-
-
-def check_text(text: str, name: str) -> str:
-    """Return ``text``; ``name`` is its name in the error. Raises UsageError for bytes that are not UTF-8, which the
-    command line and the environment pass as surrogates (PEP 383)."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"The text of {name} is not UTF-8; convert it, or set the terminal to UTF-8.") from None
-    return text
-
-
-def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
-    """Return the first ``limit`` tokens of ``text`` as text, and the number of tokens of the whole text."""
-    with encoding(text):
-        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
-    count = len(encoded.input_ids)
-    return (text, count) if count <= limit else (text[: encoded.offset_mapping[limit - 1][1]], count)
+def question(text: str | None, prompt: str | None) -> Messages:
+    """Return the user's message with ``text`` (if any) and ``prompt``. Raises UsageError if both are empty, or if the
+    prompt is not UTF-8."""
+    check_text(prompt or "", "the prompt")
+    parts = [part for part in (text, prompt) if part and part.strip()]
+    if not parts:
+        raise UsageError("There is nothing to answer: give a prompt (--prompt) or a text (--file).")
+    return [{"role": "user", "content": "\n\n".join(parts)}]
 
 
 def encode(tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str = "") -> list[int]:
@@ -188,11 +174,211 @@ def _in_form(tokenizer: Any, messages: Messages, parts: bool) -> str:
     return filled(tokenizer, given)
 
 
-def question(text: str | None, prompt: str | None) -> Messages:
-    """Return the user's message with ``text`` (if any) and ``prompt``. Raises UsageError if both are empty, or if the
-    prompt is not UTF-8."""
-    check_text(prompt or "", "the prompt")
-    parts = [part for part in (text, prompt) if part and part.strip()]
-    if not parts:
-        raise UsageError("There is nothing to answer: give a prompt (--prompt) or a text (--file).")
-    return [{"role": "user", "content": "\n\n".join(parts)}]
+# -- texts ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """The text of a prompt."""
+
+    text: str
+    data: Sequence[Span] = ()
+    """Names of special tokens that are data, in the order of the text."""
+    begins: bool = True
+    """Whether the tokenizer adds the special tokens that begin a text. The text of most chat templates has them."""
+
+    def __add__(self, other: PromptText) -> PromptText:
+        shift = len(self.text)
+        moved = ((start + shift, stop + shift) for start, stop in other.data)
+        return PromptText(self.text + other.text, [*self.data, *moved], self.begins)
+
+    def beginning(self, length: int) -> PromptText:
+        """Return the first ``length`` characters, without a name that is cut off."""
+        return PromptText(self.text[:length], [span for span in self.data if span[1] <= length], self.begins)
+
+    def ids(self, tokenizer: Any) -> list[int]:
+        """Return the token ids. The text is encoded at once. Then its segments between special tokens, if they have
+        names that are data, are encoded by a tokenizer that knows no special tokens.
+        Raises ModelError for a text that the tokenizer cannot read, and OutOfMemory."""
+        with encoding(self.text):
+            return self._ids(tokenizer)
+
+    def _ids(self, tokenizer: Any) -> list[int]:
+        if self.data and getattr(tokenizer, "backend_tokenizer", None) is None:
+            return self._ids_in_parts(tokenizer)
+        details = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if self.data else {}
+        try:
+            encoded = tokenizer(self.text, add_special_tokens=self.begins, verbose=False, **details)
+        except MemoryError:
+            raise
+        except Exception as error:  # tokenizers raises nothing more special
+            raise ModelError(f"The model's tokenizer cannot read this text ({str(error)[:100]}).") from error
+        ids: list[int] = list(encoded.input_ids)
+        if not self.data:
+            return ids
+        segments = [*_segments(ids, encoded.offset_mapping, encoded.special_tokens_mask, self, special_ids(tokenizer))]
+        found, done = list[int](), 0
+        for one, made in zip(segments, _data_encoder(tokenizer)(self.text, segments), strict=True):
+            found += ids[done : one.first] + made
+            done = one.last
+        return found + ids[done:]
+
+    def _ids_in_parts(self, tokenizer: Any) -> list[int]:
+        """Return the ids of the parts before, of and after each name, for a tokenizer that is written in Python."""
+        places = [0, *(place for span in self.data for place in span), len(self.text)]
+        ids = list[int]()
+        for number, (start, stop) in enumerate(pairwise(places)):
+            options = {"add_special_tokens": self.begins and not number, "split_special_tokens": number % 2 == 1}
+            ids += tokenizer(self.text[start:stop], **options).input_ids
+        return ids
+
+
+@contextmanager
+def encoding(text: str) -> Iterator[None]:
+    """Within the block ``text`` is encoded. Raises OutOfMemory if there is not enough memory for that: the tokenizer
+    itself would end the process. Other errors of the tokenizer that are no Exception become KvkeepError."""
+    size = len(text) if text.isascii() else len(text.encode(errors="replace"))
+    doing = f"encoding a text of {size:,} bytes"
+    if not has_room(LEAST_BYTES + BYTES_PER_BYTE * size):
+        raise out_of_memory(doing)
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+        if isinstance(error, Exception) and ran_out_of_memory(error):
+            raise out_of_memory(doing, error) from error
+        raise
+    except BaseException as error:  # a panic of the tokenizer's library, whose words may be those of the text
+        if ran_out_of_memory(error):
+            raise out_of_memory(doing, error) from error
+        raise KvkeepError(f"The tokenizer failed on this text ({type(error).__name__}); change the text.") from error
+
+
+def as_data(tokenizer: Any, text: str) -> PromptText:
+    """Return a text in which every name of a special token is data."""
+    pattern = special_names(tokenizer)
+    return PromptText(text, [] if pattern is None else [hit.span() for hit in pattern.finditer(text)])
+
+
+@lru_cache(maxsize=4)
+def special_names(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the names of a tokenizer's special tokens; None if it has none."""
+    names = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special and one.content}
+    return re.compile(_any_of(names)) if names else None
+
+
+def _any_of(names: Collection[str]) -> str:
+    """Return a pattern of the longest of some names. Names with a common beginning are searched for at once, because a
+    tokenizer may have thousands."""
+    if len(names) == 1:
+        return re.escape(next(iter(names)))
+    rests = defaultdict[str, list[str]](list)
+    for name in names:
+        if name:
+            rests[name[0]].append(name[1:])
+    pattern = "|".join(re.escape(first) + _any_of(rest) for first, rest in rests.items())
+    return f"(?:{pattern}){'?' if '' in names else ''}" if pattern else ""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A part of a text between two special tokens."""
+
+    first: int
+    """The first token of the segment."""
+    last: int
+    """The first token after it."""
+    start: int
+    """The first character of the segment."""
+    stop: int
+    """The first character after it."""
+
+
+def _segments(
+    ids: Sequence[int], places: Sequence[Span], added: Sequence[int], text: PromptText, special: frozenset[int]
+) -> Iterator[_Segment]:
+    """Yield the segments that have names that are data. places: the characters of each token; added: whether the
+    tokenizer added it."""
+    last = next((place for place in range(len(ids), 0, -1) if not added[place - 1]), 0)  # the end adds the others
+    names, first, start, found = iter(text.data), 0, 0, False
+    name = next(names, None)
+    ends = [place for place, one in enumerate(ids[:last]) if one in special]
+    for place in [*ends, last]:
+        stop, end = places[place] if place < last else (len(text.text), len(text.text))
+        while name is not None and name[1] <= stop:
+            name, found = next(names, None), True
+        if place < last and name is not None and name[0] < end:
+            continue  # the special token is such a name
+        if found:
+            yield _Segment(first, place, start, stop)
+        first, start, found = place + 1, end, False
+
+
+@lru_cache(maxsize=4)
+def _data_encoder(tokenizer: Any) -> Callable[[str, Sequence[_Segment]], list[list[int]]]:
+    """Return a function that encodes segments of a text by the tokenizer's model, in which every name of a special
+    token is text. The model is shared, and takes no memory a second time."""
+    backend = tokenizer.backend_tokenizer
+    begin, follow = _without_special(backend), _without_special(backend, begins=False)
+    names = {one.content: number for number, one in backend.get_added_tokens_decoder().items()}
+    moved = {begin.token_to_id(name): number for name, number in names.items()}
+    special = special_ids(tokenizer)
+    spelt = {number: _letters(backend, name) for name, number in names.items() if number in special}
+
+    def translated(ids: Sequence[int]) -> list[int]:
+        """Return the tokenizer's ids. Merges may form a special token, which is then spelt by its characters."""
+        found = [moved.get(one, one) for one in ids]
+        return found if special.isdisjoint(found) else [part for one in found for part in spelt.get(one, [one])]
+
+    def encode(text: str, segments: Sequence[_Segment]) -> list[list[int]]:
+        texts = [text[one.start : one.stop] for one in segments]
+        count = int(bool(segments) and not segments[0].start)
+        made = [begin.encode(one, add_special_tokens=False) for one in texts[:count]]
+        return [translated(one.ids) for one in made + follow.encode_batch_fast(texts[count:], add_special_tokens=False)]
+
+    return encode
+
+
+def _without_special(backend: Any, begins: bool = True) -> Any:
+    """Return a tokenizer of the same model, with those added tokens that are not special. begins: for the beginning of
+    a text, before which some tokenizers put a space."""
+    from tokenizers import Tokenizer
+
+    made = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        made.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        splitter = deepcopy(backend.pre_tokenizer)
+        if not begins:
+            inside = splitter.__getstate__().replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"')
+            splitter.__setstate__(inside)
+        made.pre_tokenizer = splitter
+    made.add_tokens([one for _, one in sorted(backend.get_added_tokens_decoder().items()) if not one.special])
+    return made
+
+
+def _letters(backend: Any, name: str) -> list[int]:
+    """Return the ids of a name's characters, or of its bytes."""
+    state = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
+    if b'"ByteLevel"' in state:
+        letters = {byte: letter for letter, byte in ALPHABET.items()}
+        name = "".join(letters[byte] for byte in name.encode())
+    return [one.id for letter in name for one in backend.model.tokenize(letter.replace(" ", SPACE))]
+
+
+def begins_with(tokenizer: Any, text: PromptText, count: int) -> bool:
+    """Return whether a text has more than ``count`` tokens, if its beginning tells this, which takes a fraction of
+    encoding a much longer text. A cut changes only the tokens beside it."""
+    lengths = (share * count for share in _CHARACTERS_PER_TOKEN)
+    return any(
+        len(text.beginning(length).ids(tokenizer)) > count + _BESIDE_A_CUT
+        for length in lengths
+        if length < len(text.text) // 2
+    )
+
+
+def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
+    """Return the first ``limit`` tokens of ``text`` as text, and the number of tokens of the whole text."""
+    with encoding(text):
+        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
+    count = len(encoded.input_ids)
+    return (text, count) if count <= limit else (text[: encoded.offset_mapping[limit - 1][1]], count)

@@ -13,8 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvkeep.decode.encoding import PromptText, begins_with
-from kvkeep.decode.prompt import prompt_text
+from kvkeep.decode.prompt import PromptText, begins_with, prompt_text
 from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import PromptTooLong

@@ -11,7 +11,7 @@ import pytest
 from scripted import BEGIN, END, START, TURN, Vocabulary, byte_level, sentencepiece
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
-from kvkeep.decode.encoding import PromptText, as_data, begins_with
+from kvkeep.decode.prompt import PromptText, as_data, begins_with
 
 PIECES = ("  ", "    ", " t", " th", " the", "de", "def", "<|", "|>", "</")
 KINDS = ("byte level", "sentencepiece", "first", "no space", "stripping")
