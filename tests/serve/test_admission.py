@@ -11,9 +11,8 @@ from families import tiny
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError, QueueFull
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.session import OpenSession
+from kvkeep.serve.session import OpenSession, peak_bytes
 
 
 def serving(memory: int) -> Engine:

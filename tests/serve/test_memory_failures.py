@@ -36,7 +36,7 @@ from kvkeep.native import room
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import api_error
-from kvkeep.serve.job import Finished
+from kvkeep.serve.session import Finished
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "failing_memory.c"
 SIZES = (14, 450)

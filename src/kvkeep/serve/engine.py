@@ -45,10 +45,8 @@ from kvkeep.native.library import trim_memory
 from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.request import Request
-from kvkeep.serve.admission import Admission
-from kvkeep.serve.arbiter import Arbiter, total_bytes
-from kvkeep.serve.job import Event, Finished, Job
-from kvkeep.serve.session import Name, State, check_name
+from kvkeep.serve.admission import Admission, Arbiter
+from kvkeep.serve.session import Event, Finished, Job, Name, State, check_name, total_bytes
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
 from kvkeep.serve.session_storage import check_capacity
 

@@ -23,10 +23,10 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.request import Request
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.answering import Limits
 from kvkeep.serve.http.app import application
+from kvkeep.serve.session import peak_bytes
 from kvkeep.serve.session_pool import SessionPool
 
 WARM_UP_TOKENS = 8

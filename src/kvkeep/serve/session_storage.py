@@ -3,7 +3,7 @@
 A named session is open for writing while it is in memory, and each turn is saved when its answer ends. An error of the
 store affects only the session, never the engine. Methods that return a Future queue their work; the others work in the
 calling thread. One thread opens, restores and saves sessions, and stores texts, in order; a second one reads the
-beginnings of prompts (:class:`~kvkeep.serve.prefixes.Beginnings`), which so do not wait for another session's save.
+beginnings of prompts (:class:`~kvkeep.serve.beginnings.Beginnings`), which so do not wait for another session's save.
 """
 
 from __future__ import annotations

@@ -28,11 +28,10 @@ from kvkeep.blocks.store import Store
 from kvkeep.engine import batch
 from kvkeep.engine.answer import Answer
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering
 from kvkeep.serve.http.answering import AnswerEvents, Limits
-from kvkeep.serve.job import Job
+from kvkeep.serve.session import Job, peak_bytes
 
 LONG = {**BODY, "messages": [{"role": "user", "content": "the river " * 120}], "max_tokens": 200}
 SHORT = {**BODY, "max_tokens": 400}

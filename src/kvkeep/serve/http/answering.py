@@ -26,8 +26,7 @@ from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
 from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.http.protocol import AnswerRequest, Prompt, StreamEvent, encoded
-from kvkeep.serve.job import Event, Finished, Job
-from kvkeep.serve.session import check_name
+from kvkeep.serve.session import Event, Finished, Job, check_name
 
 DEFAULT_MAX_TOKENS = 1024
 """Maximum tokens of an answer whose request names none; fewer if the model's context has less room."""

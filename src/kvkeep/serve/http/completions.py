@@ -25,7 +25,7 @@ from kvkeep.serve.http.protocol import (
     Text,
     wrong,
 )
-from kvkeep.serve.job import Finished
+from kvkeep.serve.session import Finished
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""

@@ -13,7 +13,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import RequestMemory
 from kvkeep.serve.http.errors import FAILED, APIError, api_error
 from kvkeep.serve.http.protocol import StreamEvent
-from kvkeep.serve.job import Finished
+from kvkeep.serve.session import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_TIMEOUT_S = 2.0

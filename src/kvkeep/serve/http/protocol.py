@@ -18,7 +18,7 @@ from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import PromptTooLong
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.job import Finished
+from kvkeep.serve.session import Finished
 
 _SEED = 2**63
 MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS = 4_000_000, 1_000_000
