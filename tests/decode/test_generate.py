@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvkeep import KeepCache, UsageError, generate
 from kvkeep.decode.prompt import encode, question
+from kvkeep.decode.texts import read_text
 from kvkeep.engine.pieces import pieces_of
-from kvkeep.files.texts import read_text
 
 PROMPT = list(range(5, 60))
 BUDGET = {"full": None, "snapkv+verified": 16}

@@ -77,7 +77,7 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from kvkeep.decode.prompt import encode, shortened
     from kvkeep.decode.prompt import question as ask
-    from kvkeep.files.texts import read_text
+    from kvkeep.decode.texts import read_text
 
     if budget == AUTO:
         raise UsageError("The demo needs a budget in entries, bytes or percent; 'kvkeep plan' shows their bytes.")

@@ -50,7 +50,7 @@ def generate(
     """Answer a prompt, or a question about a file, within a cache budget."""
     from kvkeep.decode.prompt import encode
     from kvkeep.decode.prompt import question as ask
-    from kvkeep.files.texts import read_text
+    from kvkeep.decode.texts import read_text
 
     if question is not None and prompt is not None:
         raise UsageError("There are two prompts; leave --prompt out, or put the whole question into it.")

@@ -16,9 +16,9 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any
 
+from kvkeep.decode.texts import check_text
 from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids
 from kvkeep.errors import KvkeepError, ModelError, UsageError, out_of_memory, ran_out_of_memory
-from kvkeep.files.texts import check_text
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
 from kvkeep.native.room import has_room
 

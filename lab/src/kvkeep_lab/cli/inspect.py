@@ -35,7 +35,7 @@ def inspect(
 ) -> None:
     """Write an HTML page that shows what became of every token of a text, step by step, layer by layer."""
     from kvkeep.decode.prompt import encode, question
-    from kvkeep.files.texts import read_text
+    from kvkeep.decode.texts import read_text
     from kvkeep.models.loading import load
     from kvkeep.stock import STOCK, new_cache, requested
     from kvkeep_lab.inspection import inspect as run

@@ -17,8 +17,8 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationInfo, model_serializer
 from torch import Tensor
 
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.files.texts import read_text
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, requested

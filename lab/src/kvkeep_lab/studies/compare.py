@@ -12,8 +12,8 @@ from pydantic import Field
 
 import kvkeep
 from kvkeep.decode.prompt import encode, question, shortened
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import EmptyText, UsageError
-from kvkeep.files.texts import read_text
 from kvkeep_lab.compare_figure import draw_comparisons, nats
 from kvkeep_lab.comparisons import Comparisons, MethodAtBudget, Passage
 from kvkeep_lab.figures import FilePath

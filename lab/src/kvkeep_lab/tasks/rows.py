@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.files.texts import read_text
 from kvkeep.models.folders import cache_folder, scratch
 
 T = TypeVar("T")

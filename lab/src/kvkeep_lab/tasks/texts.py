@@ -10,8 +10,8 @@ from typing import Any
 
 from kvkeep.decode.cached_text import common_prefix
 from kvkeep.decode.prompt import encode, question, shortened
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import UsageError
-from kvkeep.files.texts import read_text
 from kvkeep_lab.subject import ReadText
 
 _CHARACTERS = 8  # characters cut per requested token; longer than usual tokens

@@ -55,7 +55,7 @@ def chat(
     ] = None,
 ) -> None:
     """Talk with a model; Ctrl-C stops an answer, not the program, and /help lists the commands."""
-    from kvkeep.files.texts import check_text
+    from kvkeep.decode.texts import check_text
 
     cache.check()
     model.check()

@@ -19,8 +19,8 @@ from kvkeep.cli.output import note
 from kvkeep.cli.startup import startup
 from kvkeep.decode.chat import Conversation
 from kvkeep.decode.prompt import encoding
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError, ran_out_of_memory, unknown
-from kvkeep.files.texts import read_text
 from kvkeep.models.embedded import EMBEDDED
 from kvkeep.models.loading import load
 from kvkeep.policies.methods import STOCK, names
