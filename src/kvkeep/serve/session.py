@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvkeep.blocks.beginnings import ENDS
 from kvkeep.blocks.folder import BlockName
@@ -23,10 +23,8 @@ from kvkeep.engine.batch import chunk_size
 from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
 from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, place_of, ran_out_of_memory
 from kvkeep.plan.sizes import grant
+from kvkeep.policies.request import Request
 from kvkeep.stores.dynamic import DynamicLayer
-
-if TYPE_CHECKING:
-    from kvkeep.serve.session_storage import OpenedSession
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +158,31 @@ class OpenSession:
             "used": self.used,
             "note": self.unsaved or self.note,
         }
+
+
+@dataclass(frozen=True)
+class OpenedSession:
+    """A session that is open in the store and whose cache does not exist yet."""
+
+    name: Name
+    request: Request
+    """The request for its cache."""
+    stored: StoredSession | None = None
+    """The session in the store, open for writing; None: it is not saved."""
+    continues: bool = False
+    """Whether the store has turns that it continues."""
+    note: str | None = None
+
+    def session(self, model: Any) -> OpenSession:
+        """Return the session with an empty cache. If KeepCache raises, close it in the store."""
+        with ExitStack() as on_error:
+            if self.stored is not None:
+                on_error.callback(self.stored.close)
+            with self.stored.naming() if self.continues and self.stored is not None else nullcontext():
+                cache = KeepCache(model, request=self.request)
+            on_error.pop_all()
+        state = State.PARKED if self.continues else State.IDLE
+        return OpenSession(self.name, CachedText(cache), self.name[0], self.stored, state, note=self.note)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvkeep.blocks.references import check_version
@@ -36,7 +36,7 @@ from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
 from kvkeep.policies.request import Request
-from kvkeep.serve.session import Name, OpenSession, State
+from kvkeep.serve.session import Name, OpenedSession, OpenSession
 
 log = logging.getLogger(__name__)
 
@@ -96,31 +96,6 @@ def done(work: Callable[[], T]) -> Future[T]:
     except Exception as error:
         future.set_exception(error)
     return future
-
-
-@dataclass(frozen=True)
-class OpenedSession:
-    """A session that is open in the store and whose cache does not exist yet."""
-
-    name: Name
-    request: Request
-    """The request for its cache."""
-    stored: StoredSession | None = None
-    """The session in the store, open for writing; None: it is not saved."""
-    continues: bool = False
-    """Whether the store has turns that it continues."""
-    note: str | None = None
-
-    def session(self, model: Any) -> OpenSession:
-        """Return the session with an empty cache. If KeepCache raises, close it in the store."""
-        with ExitStack() as on_error:
-            if self.stored is not None:
-                on_error.callback(self.stored.close)
-            with self.stored.naming() if self.continues and self.stored is not None else nullcontext():
-                cache = KeepCache(model, request=self.request)
-            on_error.pop_all()
-        state = State.PARKED if self.continues else State.IDLE
-        return OpenSession(self.name, CachedText(cache), self.name[0], self.stored, state, note=self.note)
 
 
 class SessionStorage:
