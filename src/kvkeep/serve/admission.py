@@ -38,8 +38,6 @@ from kvkeep.serve.session import (
 from kvkeep.serve.session_pool import Prefix, SessionPool
 
 MEGA = 1e6
-UNDECIDED = 64
-"""The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
 
 
 @dataclass
@@ -70,7 +68,7 @@ class Admission:
     """The queue of an engine. Only the engine's thread uses it.
 
     running, saving: the engine's admitted answers, and its answers whose turn is being saved. limit: the maximum number
-    of waiting answers; with 0, an answer begins at once or is refused.
+    of waiting answers.
     """
 
     def __init__(
@@ -92,8 +90,8 @@ class Admission:
     def enter(self) -> None:
         """Count one more answer. Any thread may call this. Raises QueueFull."""
         with self._lock:
-            if self.count >= (self._limit or UNDECIDED):
-                raise self._refusal()
+            if self.count >= self._limit:
+                raise QueueFull(f"The queue is full ({self._limit} requests); retry later.")
             self.count += 1
 
     def _leave(self, job: Job) -> None:
@@ -119,16 +117,6 @@ class Admission:
         job.end(last)
 
     def admit(self) -> None:
-        """Begin waiting answers; if too many still wait, refuse the last ones."""
-        self._admit()
-        while len(self.waiting) > self._limit and not is_under_way(self.waiting[-1].opening):
-            self._dismiss(self.waiting[-1], self._refusal())
-
-    def _refusal(self) -> QueueFull:
-        """Return the error for a request that finds the queue full."""
-        return QueueFull(f"The queue is full ({self._limit} requests); retry later.")
-
-    def _admit(self) -> None:
         """Begin waiting answers in order, when memory is granted. No answer overtakes one that waits for memory. An
         answer waits without blocking others if its session is busy or being opened, or if its beginning is being
         looked up, stored, or read by another answer."""

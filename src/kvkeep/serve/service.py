@@ -89,7 +89,7 @@ class Service:
             device=given["device"],
             pre=given["pre"],
             memory=None if given["memory"] is None else bytes_of(given["memory"]),
-            waiting=number("waiting", given["waiting"], 0, int),
+            waiting=number("waiting", given["waiting"], 1, int),
             cache=cache,
             endless=at_end is not None,
             capacity=None if given["capacity"] is None else number("capacity", given["capacity"], 1, int),

@@ -107,7 +107,9 @@ class SessionPool:
         reader: PendingPrefix | None = None
         known = [(one, one.past.ids) for one in (*self.idle(), *self.storing) if _same_kind(one, session)]
         for one in running:
-            if one.session is not None and _same_kind(one.session, session) and _steady(one.session):
+            if one.session is None or one.session.cache.round is not None or not can_pack(one.session.cache):
+                continue  # its cache has unfinished work between two steps
+            if _same_kind(one.session, session):
                 known.append((one.session, one.known))
                 longest = _prefix(one.ask.prompt, prompt, one.session.cache)
                 if not one.writes and len(longest) > len(best.ids):
@@ -329,11 +331,6 @@ def _can_move(session: OpenSession) -> bool:
 def _same_kind(one: OpenSession, other: OpenSession) -> bool:
     same = one.owner == other.owner and one.cache.request == other.cache.request
     return one is not other and one.state is not State.PARKED and same and (_gives(one.cache) or _can_move(one))
-
-
-def _steady(session: OpenSession) -> bool:
-    """Return whether a cache has no unfinished work between two steps of an answer."""
-    return session.cache.round is None and can_pack(session.cache)
 
 
 def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
