@@ -48,7 +48,6 @@ from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission, Arbiter
 from kvkeep.serve.session import Event, Finished, Job, Name, State, check_name, total_bytes
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
-from kvkeep.serve.session_storage import check_capacity
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +99,8 @@ class Engine:
         self.arbiter = Arbiter(memory)
         self.geometry = ModelGeometry.of(self.model)
         _bind(self.model, self.geometry)
-        if capacity is not None:
-            cache_of_endless = KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
-            check_capacity(cache_of_endless, capacity, store)
+        if capacity is not None:  # a capacity that is too small is refused here
+            KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self.sessions = pool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.scheduler = Scheduler(self.model)

@@ -125,7 +125,10 @@ class OpenSession:
             state, entries = self.stored.bytes
         cache = self.cache
         ends = ENDS * cache.geometry.fixed_bytes(tokens) if cache.stream.moving and self.name is None else 0
-        return max(peak_bytes(cache, tokens) + ends, restore_bytes(cache, state, entries))
+        on_disk = cache.spec is not None and cache.spec.where == "disk"
+        layers = max(1, len(cache.geometry.full_layers))
+        restored = state + (0 if on_disk else entries) + -(-(state + entries) // layers)  # those of one layer twice
+        return max(peak_bytes(cache, tokens) + ends, restored)
 
     @property
     def counted(self) -> tuple[int, Mapping[int, int]]:
@@ -201,14 +204,6 @@ def peak_bytes(cache: KeepCache, tokens: int) -> int:
         rows=1 if cache.round is None else min(cache.round.tail, cache.stream.chunk),
         model=cache.model,
     )
-
-
-def restore_bytes(cache: KeepCache, state: int, entries: int) -> int:
-    """Return the bytes that filling ``cache``, which is empty, from the store takes: ``state`` bytes of its own and
-    ``entries`` bytes of blocks. The tensors of one layer count twice."""
-    disk = cache.spec is not None and cache.spec.where == "disk"
-    layers = max(1, len(cache.geometry.full_layers))
-    return state + (0 if disk else entries) + -(-(state + entries) // layers)
 
 
 def shared_parts(cache: KeepCache) -> dict[int, int]:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from kvkeep.blocks.references import check_version
 from kvkeep.blocks.sessions import Session, StoredSession, check_savable
 from kvkeep.blocks.store import Store
-from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import (
@@ -29,10 +28,8 @@ from kvkeep.errors import (
     SessionError,
     SessionUnwritable,
     SessionVersion,
-    UsageError,
     ran_out_of_memory,
 )
-from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
 from kvkeep.policies.request import Request
@@ -72,20 +69,6 @@ class StoreThread:
         if self._thread is not None:
             self._thread.shutdown()
         self._thread = None
-
-
-def check_capacity(cache: KeepCache, capacity: int, store: Store | None) -> None:
-    """Raise UsageError if the store's quota does not keep a session of ``endless``, with ``capacity`` older entries and
-    a cache like this."""
-    if store is None:
-        return
-    newest = (cache.entries or 0) + cache.stream.chunk + 2 * BLOCK  # with the first and the last block
-    blocks, state = (count * cache.geometry.full_bytes_per_token for count in (capacity, newest))
-    if not store.blocks.fitting(1, blocks, state):
-        raise UsageError(
-            f"The store's quota is {size(store.blocks.quota or 0)}, which does not keep a session of "
-            f"{capacity:,} older entries, {size(blocks + state)}; raise --quota, or lower --capacity."
-        )
 
 
 def done(work: Callable[[], T]) -> Future[T]:
