@@ -100,7 +100,6 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
         (bodies, "read_json"),
         (bodies, "validation_error"),
         (protocol, "prompt_text"),
-        (protocol, "begins_with"),
         (bodies, "json_text"),
     ):
         noted(module, name)
@@ -111,7 +110,7 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
         assert post(address, {"prompt": "the " * 20_000}, path=TOKENIZE).json()["count"] == 20_000
         for path in ("/v1/sessions", "/metrics"):
             assert httpx.get(address + path, headers=bearer()).status_code == 200
-    assert len(threads) == 5 and all(LOOP not in names for names in threads.values()), threads
+    assert len(threads) == 4 and all(LOOP not in names for names in threads.values()), threads
     assert any("large" in name for name in threads["read_json"]), "one at a time"
 
 
@@ -378,7 +377,7 @@ def test_the_documentation_states_the_limits_that_there_are() -> None:
     rows = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().partition("## Limits")[2].partition("## ")[0]
     numbers = (
         protocol.MAX_PROMPT_CHARACTERS, protocol.MAX_PROMPT_TOKENS, answering.MAX_LOGPROBS,
-        completions.MAX_MESSAGES, completions.MAX_PARTS, completions.MAX_ALL_PARTS, protocol.MAX_STOPS,
+        completions.MAX_MESSAGES, completions.MAX_PARTS, protocol.MAX_STOPS,
         protocol.MAX_STOP, protocol.MAX_NAME, protocol.MAX_OPTION, protocol.MAX_FIELDS, MAX_CONTAINERS,
         MAX_NAMES, MAX_STRINGS, MAX_VALUES,
         MAX_REQUEST_BYTES // 10**6, ALWAYS_BYTES // 1000, connection.FREE_CHUNKS, connection.CHUNK_BYTES,

@@ -23,10 +23,6 @@ from kvkeep.models.chat_templates import TemplateTooCostly, filled
 from kvkeep.native.room import has_room
 
 Messages = list[dict[str, str]]
-_CHARACTERS_PER_TOKEN = (1, 4, 16)
-"""The lengths of beginnings, by the number of tokens that are looked for."""
-_BESIDE_A_CUT = 256
-"""More tokens than a cut adds to a text."""
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
 BYTES_PER_BYTE = 640
@@ -191,10 +187,6 @@ class PromptText:
         shift = len(self.text)
         moved = ((start + shift, stop + shift) for start, stop in other.data)
         return PromptText(self.text + other.text, [*self.data, *moved], self.begins)
-
-    def beginning(self, length: int) -> PromptText:
-        """Return the first ``length`` characters, without a name that is cut off."""
-        return PromptText(self.text[:length], [span for span in self.data if span[1] <= length], self.begins)
 
     def ids(self, tokenizer: Any) -> list[int]:
         """Return the token ids. The text is encoded at once. Then its segments between special tokens, if they have
@@ -363,17 +355,6 @@ def _letters(backend: Any, name: str) -> list[int]:
         letters = {byte: letter for letter, byte in ALPHABET.items()}
         name = "".join(letters[byte] for byte in name.encode())
     return [one.id for letter in name for one in backend.model.tokenize(letter.replace(" ", SPACE))]
-
-
-def begins_with(tokenizer: Any, text: PromptText, count: int) -> bool:
-    """Return whether a text has more than ``count`` tokens, if its beginning tells this, which takes a fraction of
-    encoding a much longer text. A cut changes only the tokens beside it."""
-    lengths = (share * count for share in _CHARACTERS_PER_TOKEN)
-    return any(
-        len(text.beginning(length).ids(tokenizer)) > count + _BESIDE_A_CUT
-        for length in lengths
-        if length < len(text.text) // 2
-    )
 
 
 def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:

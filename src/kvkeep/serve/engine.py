@@ -105,9 +105,6 @@ class Engine:
         self.sessions = pool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.scheduler = Scheduler(self.model)
         self.running: list[Job] = []
-        self.wrote: Callable[[int, float, bool], None] = lambda tokens, seconds, first: None
-        """Called in the engine's thread when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones;
-        the ``first`` ones, after its request."""
         self._saving: dict[Job, Event] = {}  # answers whose turn is being saved, and their last events
         self._admission = Admission(self.model, self.arbiter, self.sessions, self.running, self._saving, waiting)
         self._lock = threading.Lock()
@@ -351,7 +348,6 @@ class Engine:
         self.sessions.released_bytes += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         for result in results:
             job, answer = jobs[result.scheduled], result.scheduled.answer
-            written = len(answer.tokens)
             try:
                 complete = result.scheduled.give(result.logits)
             except Exception as error:
@@ -359,10 +355,6 @@ class Engine:
             else:
                 if complete:
                     self._end(job, "stop" if answer.reason == "eos" else answer.reason)
-            if tokens := len(answer.tokens) - written:
-                now = time.monotonic()
-                self.wrote(tokens, now - job.at, not written)
-                job.at = now
 
     def _end(self, job: Job, reason: str | KvkeepError) -> None:
         """End an answer, and restore its session to the last complete step as far as possible. reason: why it ends, or

@@ -306,8 +306,6 @@ class Job:
     """Bytes of memory that it may use."""
     scheduled: ScheduledAnswer | None = None
     """The answer in the scheduler."""
-    at: float = field(default_factory=time.monotonic)
-    """The time of the last token, or of the request before the first."""
     cancelled: bool = False
     _listener_failed: bool = False
 

@@ -90,7 +90,7 @@ class Answering:
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
-        encoding = self.encode(body.given, hold.bytes, self.engine.positions(cache))
+        encoding = self.encode(body.given, hold.bytes)
         prompt = await unless_disconnected(request, encoding)
         hold.tokens(len(prompt))
         ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache))
@@ -157,11 +157,11 @@ class Answering:
 
     # -- tokens -------------------------------------------------------------------------------------------
 
-    async def encode(self, given: Callable[[], Prompt], size: int, positions: int | None = None) -> list[int]:
+    async def encode(self, given: Callable[[], Prompt], size: int) -> list[int]:
         """Return the token ids of a prompt (:func:`~kvkeep.serve.http.protocol.encoded`). given: returns it, in a
         worker thread. size: bytes of the request."""
         vocabulary = self.engine.geometry.vocab_size
-        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary, positions))
+        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""

@@ -13,16 +13,15 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvkeep.decode.prompt import PromptText, begins_with, prompt_text
+from kvkeep.decode.prompt import PromptText, prompt_text
 from kvkeep.engine.answer import Ask, TextPiece
 from kvkeep.engine.sampling import Sampling
-from kvkeep.errors import PromptTooLong
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.session import Finished
 
 _SEED = 2**63
 MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS = 4_000_000, 1_000_000
-"""Characters of a prompt, and tokens if the context has no limit. The tokenizer takes up to 600 bytes for a token."""
+"""Characters and tokens of a prompt. The tokenizer takes up to 600 bytes for a token."""
 MAX_STOPS, MAX_STOP = 16, 1000
 """Stop strings of a request, and characters of one."""
 MAX_NAME, MAX_OPTION = 1000, 200
@@ -205,10 +204,9 @@ class AnswerRequest(Strict):
 # -- prompts ----------------------------------------------------------------------------------------------
 
 
-def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int, positions: int | None) -> list[int]:
-    """Return the token ids of a prompt. vocabulary: the number of the model's tokens. positions: the maximum length;
-    None: that of any request. Raises APIError for a wrong prompt, and PromptTooLong at once for a text that cannot
-    fit."""
+def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
+    """Return the token ids of a prompt. vocabulary: the number of the model's tokens. Raises APIError for a wrong
+    prompt."""
     if isinstance(prompt, list):
         ids = prompt
         if min(ids) < 0 or max(ids) >= vocabulary:
@@ -221,11 +219,10 @@ def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int, positions: int | No
         else:
             _check_characters(len(prompt))
             text = PromptText(prompt)
-        if begins_with(tokenizer, text, positions or MAX_PROMPT_TOKENS):
-            raise _too_many_tokens() if positions is None else PromptTooLong.of(f"more than {positions}", positions)
         ids = text.ids(tokenizer)
-    if positions is None and len(ids) > MAX_PROMPT_TOKENS:
-        raise _too_many_tokens()
+    if len(ids) > MAX_PROMPT_TOKENS:
+        sentence = f"The prompt has {len(ids):,} tokens, and at most {MAX_PROMPT_TOKENS:,} are allowed; shorten it."
+        raise APIError(400, sentence, "context_length_exceeded")
     return ids
 
 
@@ -233,8 +230,3 @@ def _check_characters(count: int) -> None:
     if count > MAX_PROMPT_CHARACTERS:
         sentence = f"The prompt has {count} characters, and at most {MAX_PROMPT_CHARACTERS} are allowed; shorten it."
         raise APIError(400, sentence, "context_length_exceeded")
-
-
-def _too_many_tokens() -> APIError:
-    sentence = f"The prompt has more than {MAX_PROMPT_TOKENS:,} tokens, the most that a request may have; shorten it."
-    return APIError(400, sentence, "context_length_exceeded")
