@@ -13,7 +13,8 @@ from helpers import prompt
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.engine.answer import Ask, TextPiece
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine

@@ -15,8 +15,9 @@ import kvkeep
 from kvkeep import EntryState, KeepCache
 from kvkeep.policies.fates.base import GroupedFate
 from kvkeep.policies.fates.tiers import InTiers
-from kvkeep.policies.methods import Method, names, parts, resolve
+from kvkeep.policies.methods import names, parts, resolve
 from kvkeep.policies.names import LAB
+from kvkeep.policies.registry import Method
 
 ALL = tuple(FAMILIES)
 EVERY = os.environ.get("KVKEEP_TURN") == "every"

@@ -17,8 +17,8 @@ from transformers import DynamicCache, set_seed
 from kvkeep import KeepCache
 from kvkeep.memory.places import Disk
 from kvkeep.memory.rows import Buffer
+from kvkeep.stores.in_order import Newest
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.resident.newest import Newest
 
 PROMPT, NEW = 45, 4
 

@@ -93,7 +93,7 @@ def test_the_four_trips_name_files_that_are_there_and_count_them() -> None:
     counts = [int(count) for count in re.findall(r"^### .*: (\d+) files$", trips[1], re.MULTILINE)]
     lists = [re.findall(r"^\d+\. `([\w/]+\.py)`", trip, re.MULTILINE) for trip in trips[1].split("\n### ")[1:]]
     assert counts == [len(set(files)) for files in lists]
-    assert all(count <= limit for count, limit in zip(counts, (15, 12, 15, 25), strict=True))
+    assert all(count <= limit for count, limit in zip(counts, (18, 12, 16, 24), strict=True))
 
 
 def test_command_examples_are_understood() -> None:
@@ -141,7 +141,8 @@ def test_cheap_commands_run(
 
 
 def test_every_name_has_a_section() -> None:
-    from kvkeep.policies.methods import STOCK, names, parts
+    from kvkeep.policies.methods import names, parts
+    from kvkeep.policies.names import STOCK
 
     sections = re.findall(r"^### ([a-z0-9+-]+)$", read(ROOT / "docs" / "methods.md"), re.MULTILINE)
     assert len(sections) == len(set(sections))

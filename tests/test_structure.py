@@ -20,8 +20,8 @@ from helpers import prompt, step
 import kvkeep
 from kvkeep import KeepCache, UsageError
 from kvkeep.policies import registry
-from kvkeep.policies.methods import Method, combined, parts, resolve
-from kvkeep.policies.recalls.unnamed import Evicted
+from kvkeep.policies.methods import combined, parts, resolve
+from kvkeep.policies.registry import Evicted, Method
 from kvkeep.policies.specs import required
 
 ROOT = Path(__file__).parents[1]

@@ -35,7 +35,7 @@ _PARTS = {
 def _parts(kind: str) -> Rows:
     """Return rows for the selectors, fates or recalls, with their former names."""
     from kvkeep.policies.methods import parts
-    from kvkeep.policies.registry import FORMER
+    from kvkeep.policies.names import FORMER
 
     rows = [[kind.removesuffix("s"), *_PARTS[kind].values(), "parameters", "source"]]
     for name, made in parts()[kind].items():
@@ -51,8 +51,7 @@ def _combinations() -> Rows:
     Parts have default parameters, and those of a preset if they change the row. Numbered reasons for refusals follow.
     """
     from kvkeep.policies.methods import combined, parts
-    from kvkeep.policies.recalls.unnamed import Evicted
-    from kvkeep.policies.registry import PRESETS
+    from kvkeep.policies.registry import PRESETS, Evicted
     from kvkeep.policies.specs import required
 
     selectors, fates, recalls = (

@@ -29,7 +29,8 @@ import torch
 
 import kvkeep
 from kvkeep.blocks.store import Store
-from kvkeep.engine.answer import Ask, TextPiece
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.engine import Engine
 
 BEGIN, ADDED, WRITTEN = 1024, 8, 64

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # "X as X" exports X to type checkers
     from kvkeep.geometry import ModelGeometry as ModelGeometry
     from kvkeep.memory.meter import Memory as Memory
     from kvkeep.models.loading import load as load
-    from kvkeep.policies.methods import Method as Method
     from kvkeep.policies.methods import methods as methods
+    from kvkeep.policies.registry import Method as Method
     from kvkeep.policies.registry import Preset as Preset
     from kvkeep.policies.registry import register as register
 
@@ -64,8 +64,8 @@ _HOMES = {
     "geometry": ("ModelGeometry",),
     "memory.meter": ("Memory",),
     "models.loading": ("load",),
-    "policies.methods": ("Method", "methods"),
-    "policies.registry": ("Preset", "register"),
+    "policies.methods": ("methods",),
+    "policies.registry": ("Method", "Preset", "register"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -21,8 +21,8 @@ from kvkeep.memory.rows import Rows
 from kvkeep.passes.hooks import ForwardHooks, SessionPass
 from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.assembly import assemble
-from kvkeep.policies.methods import Method
-from kvkeep.policies.request import Options, Request
+from kvkeep.policies.methods import Options, Request
+from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import ReconstructionReader, Rereading, compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import lanes_of
@@ -53,7 +53,7 @@ class KeepCache(RecurrentCache):
         batch: rows of the batch that share a budget in bytes.
         recall: how evicted entries are read ("verified"), as if the method's name ended with it; without a
             method it is added to "snapkv".
-        request: a :class:`~kvkeep.policies.request.Request`, which replaces all other options.
+        request: a :class:`~kvkeep.policies.methods.Request`, which replaces all other options.
 
     Raises:
         UsageError, BudgetError, UnsupportedModelError, StoreError: each with one sentence.

@@ -11,7 +11,7 @@ from kvkeep.geometry import WITHOUT_CACHE, ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.packed import row_independent
 from kvkeep.policies.assembly import Assembly
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 
 _OTHER = {
     "shared": ("none", 0, "reads the entries of layer {source}"),

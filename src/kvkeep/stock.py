@@ -7,27 +7,9 @@ from typing import Any
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvkeep.cache import KeepCache
-from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory, resident_now
-from kvkeep.policies.methods import STOCK
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import requested
 from kvkeep.stores.dynamic import StockState
-
-__all__ = ["STOCK", "memory_of", "new_cache", "requested"]
-
-_MEANINGLESS = ("context", "page", "batch")  # options without effect on a cache without a budget
-
-
-def requested(method: str | None = None, budget: Any = None, **options: Any) -> Request | None:
-    """Return the request of a cache, None for "stock". Raises as :meth:`Request.parse`, and for options that
-    "stock" does not take."""
-    if method != STOCK:
-        return Request.parse(method, budget, **options)
-    if given := [
-        name for name, value in {"budget": budget, **options}.items() if value is not None and name not in _MEANINGLESS
-    ]:
-        raise UsageError(f"Method 'stock' is transformers' own cache and takes no {given[0]}; 'kv-direct' does.")
-    return None
 
 
 def new_cache(model: Any, method: str | None = None, budget: Any = None, **options: Any) -> Cache:

@@ -16,7 +16,7 @@ from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.places import MEMORY, Place
 from kvkeep.memory.rows import Rows, concatenated
-from kvkeep.policies.request import Options, Request
+from kvkeep.policies.methods import Options, Request
 from kvkeep.stores.dynamic import DynamicLayer
 from kvkeep.stores.recurrent import STATE, RecurrentState
 

@@ -8,8 +8,8 @@ import pytest
 from scripted import END, Vocabulary, byte_level, scripted, sentencepiece
 
 from kvkeep import KeepCache
-from kvkeep.engine.answer import Answer, Ask, TextPiece, TokenLogprob
-from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.answer import Answer, Ask, Scheduler
+from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.models.loading import Loaded
 
 KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece}

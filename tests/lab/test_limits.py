@@ -12,7 +12,8 @@ from kvkeep_lab import limits
 from kvkeep_lab.limits import entry_bytes, memory_rate, step_limit_ms, weight_bytes
 from torch import nn
 
-from kvkeep.stock import STOCK, memory_of, new_cache
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import memory_of, new_cache
 
 TOKEN = 4 * 2 * 2 * 8 * 4
 """Bytes of a token's keys and values in the tiny Llama: layers, keys and values, heads, width, float32."""

@@ -15,7 +15,8 @@ from kvkeep import BudgetError, KeepCache, UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.fitting import listed
 from kvkeep.plan.sizes import Sizes, sizes
-from kvkeep.policies.methods import Method, resolve
+from kvkeep.policies.methods import resolve
+from kvkeep.policies.registry import Method
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 

@@ -8,7 +8,7 @@ from families import tiny
 from kvkeep import BudgetError, KeepCache, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.endless import check_keeps, endless, endless_options
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 
 
 def geometry(positions: int) -> ModelGeometry:

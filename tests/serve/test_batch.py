@@ -21,10 +21,9 @@ from helpers import NEW, answered, assert_near, prompt
 from torch import Tensor
 
 from kvkeep import KeepCache, KvkeepError
-from kvkeep.engine.answer import Answer, Ask
+from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.engine.batch import Read, can_pack, forward
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.scheduler import Scheduler
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import load
 from kvkeep.models.packed import row_independent

@@ -13,9 +13,8 @@ from families import FAMILIES
 from helpers import prompt, step
 
 from kvkeep.blocks.store import Store
-from kvkeep.engine import batch as batches
-from kvkeep.engine import scheduler as schedulers
-from kvkeep.engine.answer import TextPiece
+from kvkeep.engine import answer as scheduling
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import EngineStopping, KvkeepError, PromptTooLong, UsageError
 from kvkeep.serve import service
@@ -108,9 +107,8 @@ def test_probabilities_are_told_once_for_each_token(spec: str) -> None:
 
 def test_prompts_are_read_in_turn_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exact method's by few tokens a step, another's as it is cut alone; and each has its turn."""
-    monkeypatch.setattr(batches, "SHORT_CHUNK", 16)
-    for module in (batches, schedulers):
-        monkeypatch.setattr(module, "CHUNK", 48)
+    monkeypatch.setattr(scheduling, "SHORT_CHUNK", 16)
+    monkeypatch.setattr(scheduling, "CHUNK", 48)
     engine, steps = serving(), list[int]()
     step_of = engine.scheduler.step
 
@@ -267,7 +265,7 @@ def test_an_engine_that_fails_tells_everybody_and_takes_no_more(
     def broken(*given: Any) -> Any:
         raise TypeError("a mistake")
 
-    monkeypatch.setattr(schedulers, "forward", broken)
+    monkeypatch.setattr(scheduling, "forward", broken)
     engine._run()
     assert "TypeError at " in caplog.text and "mistake" not in caplog.text
     assert isinstance(one.events[-1], KvkeepError) and isinstance(engine.fault, TypeError)
@@ -294,13 +292,13 @@ def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> 
 def test_an_engine_warms_up_before_its_first_request_and_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, step_of = [], schedulers.Scheduler.step
+    steps, step_of = [], scheduling.Scheduler.step
 
     def counted(scheduler: Any) -> Any:
         steps.append(scheduler)
         return step_of(scheduler)
 
-    monkeypatch.setattr(schedulers.Scheduler, "step", counted)
+    monkeypatch.setattr(scheduling.Scheduler, "step", counted)
     engine = serving(store=Store(tmp_path))
     warm_up(engine)
     engine.step()

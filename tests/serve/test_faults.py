@@ -21,7 +21,8 @@ from kvkeep import KeepCache
 from kvkeep.blocks.folder import BlockFolder
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
-from kvkeep.engine.answer import Ask, TextPiece
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.errors import KvkeepError, OutOfMemory
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded

@@ -18,7 +18,7 @@ from browser import Browser
 from conftest import tokenizer
 from running import KEYS, held, serving, within
 
-from kvkeep.engine import batch
+from kvkeep.engine import answer as scheduling
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering
 from kvkeep.serve.http.completions import ChatRequest
@@ -105,7 +105,7 @@ def test_what_is_chosen_stays_and_what_is_said_can_be_changed(
 
 
 def test_reading_shows_progress_and_escape_stops(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of many steps
+    monkeypatch.setattr(scheduling, "CHUNK", 4)  # a prompt of many steps
     with serving(keys=[]) as (address, engine):
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda wait=False: (time.sleep(0.03), step(wait))[1])

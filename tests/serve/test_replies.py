@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.engine.answer import TextPiece
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.completions import Choices
 from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.session import Finished

@@ -19,7 +19,7 @@ from kvkeep.blocks.references import Reference
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.engine import scheduler as schedulers
+from kvkeep.engine import answer as scheduling
 from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy
 from kvkeep.serve import session_pool
@@ -320,20 +320,20 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     if how == "too large":
         return Client(engine, ids, 10**8, name=key)
     if how == "fails":
-        forward, recover = schedulers.forward, CachedText.recover
+        forward, recover = scheduling.forward, CachedText.recover
 
         def fail(model: Any, reads: list[Any]) -> list[Any]:
             cache = sessions.memory[key].cache if key in sessions.memory else None
             found, own = forward(model, reads), [read.cache is cache for read in reads]
             if any(own):
-                monkeypatch.setattr(schedulers, "forward", forward)
+                monkeypatch.setattr(scheduling, "forward", forward)
             return [RuntimeError("no luck") if mine else one for mine, one in zip(own, found, strict=True)]
 
         def reset(past: CachedText, known: list[int]) -> None:  # the worst that may be
             monkeypatch.setattr(CachedText, "recover", recover)
             past.cache.reset()
 
-        monkeypatch.setattr(schedulers, "forward", fail)
+        monkeypatch.setattr(scheduling, "forward", fail)
         monkeypatch.setattr(CachedText, "recover", reset)
         return Client(engine, ids, name=key)
     with monkeypatch.context() as patch:

@@ -17,8 +17,7 @@ from kvkeep.contracts.selector import Selector
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.read_evicted import ReadEvicted
+from kvkeep.stores.layer import Layer, ReadEvicted
 from kvkeep.stores.resident.selected import Selected
 
 
@@ -34,7 +33,7 @@ def layer_of(selector: Selector, fate: Fate, kv_heads: int, dim: int, entries: i
     """A layer with room for so many entries; ``store``: instead of the one that ``fate`` makes of such a budget."""
     where = site(kv_heads, dim, entries)
     store = fate.store(where, fate.shared(where.geometry, where.ledger)) if store is None else store(where)
-    return Layer(where, Selected(where, selector, (entries,), store), store, ReadEvicted())
+    return Layer(where, Selected(where, selector, store), store, ReadEvicted())
 
 
 def attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, scaling: float = 1.0) -> Tensor:

@@ -22,8 +22,9 @@ from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.methods import resolve
+from kvkeep.policies.names import STOCK
 from kvkeep.reconstruction import ReconstructionReader
-from kvkeep.stock import STOCK, new_cache
+from kvkeep.stock import new_cache
 from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import PeerReader, peer_of
 from kvkeep_lab.shared_pass import SharedPass, takes_over

@@ -30,7 +30,8 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
-from kvkeep.stock import STOCK, memory_of
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import memory_of
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.published.selective import certificates
 from kvkeep_lab.reading import cache_for, read, takes

@@ -19,9 +19,8 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
 from kvkeep.step import native
-from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.backing import attended_exactly
-from kvkeep.stores.readers.read_evicted import ReadEvicted
+from kvkeep.stores.layer import Layer, ReadEvicted
+from kvkeep.stores.readers.backed import attended_exactly
 
 _QUERIES = 512
 """Queries that attend at a time without the native library."""

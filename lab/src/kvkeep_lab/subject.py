@@ -17,8 +17,8 @@ from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
-from kvkeep.policies.names import ONESHOT
-from kvkeep.stock import STOCK, memory_of
+from kvkeep.policies.names import ONESHOT, STOCK
+from kvkeep.stock import memory_of
 from kvkeep_lab.peers import PeerReader, Shortener, peer_of
 from kvkeep_lab.peers.base import entries_of
 from kvkeep_lab.reading import (

@@ -18,7 +18,8 @@ from torch import Tensor
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep.stock import STOCK, memory_of, new_cache
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import memory_of, new_cache
 from kvkeep_lab.limits import entry_bytes
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 

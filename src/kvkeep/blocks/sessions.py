@@ -52,7 +52,7 @@ from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.adapter import processes
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.stores.layer import Layer
 
 log = logging.getLogger(__name__)

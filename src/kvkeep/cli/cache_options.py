@@ -15,7 +15,7 @@ from kvkeep.policies.names import KV_LRU, check_names
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 if TYPE_CHECKING:
-    from kvkeep.policies.request import Request
+    from kvkeep.policies.methods import Request
 
 AUTO = "auto"
 
@@ -106,8 +106,8 @@ class CacheOptions:
 
     def parse(self, chunk: int | None = None) -> RequestedCache:
         """Check the options, and return the requested cache. Raises the errors of :meth:`check` and
-        :meth:`~kvkeep.policies.request.Request.parse`."""
-        from kvkeep.stock import requested
+        :meth:`~kvkeep.policies.methods.Request.parse`."""
+        from kvkeep.policies.methods import requested
 
         self.check(chunk)
         method, budget = self._resolved()
@@ -166,7 +166,7 @@ class RequestedCache:
         from kvkeep.geometry import ModelGeometry
         from kvkeep.models.weight_memory import free_memory
         from kvkeep.plan.fitting import choose
-        from kvkeep.policies.request import Request
+        from kvkeep.policies.methods import Request
 
         device = next(model.parameters()).device
         memory = free_memory(device) // 2 if self.memory is None else bytes_of(self.memory)

@@ -17,7 +17,7 @@ from kvkeep.errors import UsageError
 from kvkeep.policies.names import STOCK
 
 if TYPE_CHECKING:
-    from kvkeep.policies.methods import Method
+    from kvkeep.policies.registry import Method
 
 
 def methods(

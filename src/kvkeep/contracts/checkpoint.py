@@ -79,9 +79,9 @@ class Checkpoint(ABC):
         still be stored. Only where a recall :attr:`copies`."""
         raise NotImplementedError
 
-    @abstractmethod
     def first(self, layer: int) -> int:
         """Return the first entry that is still stored; earlier ones are lost."""
+        return 0
 
     def beginning(self, layer: int) -> int:
         """Return the number of the text's first entries that are still stored although later ones are lost."""

@@ -47,7 +47,7 @@ class Fate(ABC):
         return None
 
     def refuses(self, method: Any) -> str | None:
-        """Return why this fate cannot be the fate of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
+        """Return why this fate cannot be the fate of ``method``, a :class:`~kvkeep.policies.registry.Method`, in a
         sentence; None where it can."""
         return None
 

@@ -87,7 +87,7 @@ class Recall(ABC):
         return 0
 
     def refuses(self, method: Any) -> str | None:
-        """Return why this recall cannot be the recall of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a
+        """Return why this recall cannot be the recall of ``method``, a :class:`~kvkeep.policies.registry.Method`, in a
         sentence; None where it can."""
         return None
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -24,15 +23,14 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.engine.answer import Answer, Ask, end_ids
-from kvkeep.engine.pieces import Pieces, pieces_of
+from kvkeep.engine.answer import Answer, Ask, Scheduler, end_ids
 from kvkeep.engine.sampling import SMALLEST, Sampler
-from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import UsageError, naming_memory
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.binding import check_text, digest_text
-from kvkeep.stock import STOCK, memory_of
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import memory_of
 from kvkeep.stores.readers.round import RoundStatistics
 
 SEEDS = range(-(2**63), 2**64)
@@ -87,19 +85,12 @@ class _Caller:
     """The callbacks of :func:`generate`'s caller."""
 
     prompt: list[int]
-    tokenizer: Any
     on_progress: Callable[[int], None] | None
     interrupted: Callable[[], bool]
     ended: Callable[[str], bool] | None
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     """Stopping criteria of the model's generation_config."""
     _reported: int = 0
-    _seen: int = 0  # tokens of the answer whose text is _written
-    _written: str = ""
-
-    @cached_property
-    def _pieces(self) -> Pieces:
-        return pieces_of(self.tokenizer, self.prompt)
 
     def progress(self, done: int) -> None:
         """Report ``done`` prompt tokens, each number once. Raises KeyboardInterrupt if interrupted before the last
@@ -111,27 +102,15 @@ class _Caller:
         if done < len(self.prompt) and self.interrupted():
             raise KeyboardInterrupt
 
-    def check(self, tokens: Sequence[int]) -> str:
-        """Return the reason why an answer ends with ``tokens``; an empty string if it continues."""
-        ended = self.ended is not None and self.ended(self._text(tokens))
+    def check(self, tokens: Sequence[int], text: str) -> str:
+        """Return the reason why an answer ends with ``tokens``, which have this text; an empty string if it
+        continues."""
+        ended = self.ended is not None and self.ended(text)
         if self.interrupted():
             return "interrupted"
         if self.criteria:
             ended = ended or bool(self.criteria(torch.tensor([[*self.prompt, *tokens]]), None))
         return "ended" if ended else ""
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        """Return the text of an answer's tokens without special ones, up to the last complete character. The tokens
-        begin with those of the last call, which are not decoded again."""
-        if self.tokenizer is None:
-            return ""
-        self._written += self._pieces.add(tokens[self._seen :])
-        self._seen = len(tokens)
-        return self._written
-
-    def whole_text(self, tokens: Sequence[int]) -> str:
-        """Return the text of a complete answer's tokens."""
-        return self._text(tokens) + ("" if self.tokenizer is None else self._pieces.rest())
 
 
 def room_after(count: int, positions: int | None, remedy: str = REMEDY) -> int:
@@ -192,7 +171,9 @@ def generate(
         KeyboardInterrupt: interrupted while the prompt is read.
     """
     _check(prompt, temperature, seed, max_new_tokens)
-    _check_ids(prompt, ModelGeometry.from_config(model.config).vocab_size)
+    vocabulary = ModelGeometry.from_config(model.config).vocab_size
+    if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
+        raise UsageError(f"The prompt has the token id {wrong[0]}, and the model's are 0 to {vocabulary - 1}.")
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -200,7 +181,7 @@ def generate(
         options["eos_token_id"] = None
     if seed is not None:
         torch.manual_seed(seed)
-    caller = _Caller(list(prompt), tokenizer, on_progress, interrupted or (lambda: False), ended)
+    caller = _Caller(list(prompt), on_progress, interrupted or (lambda: False), ended)
     start, known, reread_s = time.perf_counter(), cache.get_seq_length(), _reconstruction_s(cache)
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
@@ -209,15 +190,15 @@ def generate(
         cache,
         tokenizer,
         [] if ignore_eos else end_ids(model),
-        None if on_text is None or tokenizer is None else lambda piece: on_text(piece.text),
-        caller.check,
+        None if tokenizer is None else lambda piece: None if on_text is None else on_text(piece.text),
+        lambda tokens: caller.check(tokens, answer.text),
     )
     _schedule(model, answer, caller)
     tokens = answer.tokens
     timing = _timing(len(prompt) - known, start, answer, _reconstruction_s(cache) - reread_s)
     cut = "length" if len(tokens) >= max_new_tokens else "positions"
     stopped = cut if answer.reason == "length" else answer.reason
-    return _generation(cache, caller, tokens, stopped, timing)
+    return _generation(caller, answer, stopped, timing)
 
 
 def _check(prompt: Sequence[int], temperature: float, seed: int | None, max_new_tokens: int) -> None:
@@ -236,13 +217,6 @@ def _check(prompt: Sequence[int], temperature: float, seed: int | None, max_new_
         raise UsageError(f"'max_new_tokens' is a whole number of at least 1, not {max_new_tokens!r}.")
 
 
-def _check_ids(prompt: Sequence[int], known: int) -> None:
-    """Raise UsageError for a token id that the model does not have."""
-    if min(prompt) < 0 or max(prompt) >= known:
-        wrong = next(token for token in prompt if not 0 <= token < known)
-        raise UsageError(f"The prompt has the token id {wrong}, and the model's are 0 to {known - 1}.")
-
-
 def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -259,12 +233,13 @@ def _check_mode(model: Any, sampled: bool) -> None:
         )
 
 
-def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, timing: Timing) -> Generation:
+def _generation(caller: _Caller, answer: Answer, stopped: str, timing: Timing) -> Generation:
+    cache: Cache = answer.cache
     bounded = cache if isinstance(cache, KeepCache) else None
     exactness = Exactness.EXACT if bounded is None else bounded.exactness
     return Generation(
-        text=caller.whole_text(tokens),
-        tokens=tokens,
+        text=answer.text,
+        tokens=answer.tokens,
         prompt_tokens=len(caller.prompt),
         stopped=stopped,
         method=STOCK if bounded is None else bounded.method.name,
@@ -273,7 +248,7 @@ def _generation(cache: Cache, caller: _Caller, tokens: list[int], stopped: str, 
         lost_tokens=0 if bounded is None else bounded.lost_tokens,
         memory=memory_of(cache),
         timing=timing,
-        sequence=[*caller.prompt, *tokens],
+        sequence=[*caller.prompt, *answer.tokens],
         rounds=None if bounded is None or bounded.round is None else bounded.round.statistics,
     )
 

@@ -1,4 +1,10 @@
-"""One answer while it is generated: the tokens that the model reads for it, and the resulting tokens and text."""
+"""Answers while they are generated, and the scheduler that reads for them.
+
+An answer says which tokens the model reads for it, chooses a token from their logits, and decides whether it ends. The
+scheduler runs answers in steps. A step reads one token, or one verifying run, for every answer in generation, and one
+chunk of one prompt. Prompts take turns. A prompt is cut into the same chunks as in a separate session, or into shorter
+ones if the answer cannot depend on them. So an answer does not depend on other sessions.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +13,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.engine.batch import Read
-from kvkeep.engine.pieces import Pieces, Stops, pieces_of
+from kvkeep.engine.batch import Read, can_pack, forward, without_memory
+from kvkeep.engine.pieces import AnswerText, TextPiece
 from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling
 from kvkeep.errors import KvkeepError
+from kvkeep.models.adapter import decoder_of
+from kvkeep.passes.record import TextRecord
+
+CHUNK = 512
+"""The number of prompt tokens that one pass reads, if the method allows any number."""
+SHORT_CHUNK = 128
+"""The number of prompt tokens that one pass reads while other sessions generate and wait for it. A smaller number would
+make each prompt token more expensive."""
 
 Reads = Generator[Read, Tensor, None]
 """Yields the tokens that the model reads next, and receives the logits (keep, vocabulary) of the last of them."""
@@ -40,49 +54,6 @@ class Ask:
     """The number of likeliest tokens reported with each token; None: no log-probabilities."""
     copies: bool = True
     """Whether drafts may be copied from the text (for methods that draft)."""
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token of an answer and its log-probability."""
-
-    token: int
-    text: str
-    """The token's part of the answer's text. If several tokens form one character, the last token has it. Text that a
-    stop string cuts off belongs to no token."""
-    data: bytes
-    """The token's own bytes: those of all tokens form the UTF-8 of the answer's text. A special token has none."""
-    logprob: float
-    top: tuple[tuple[int, bytes, float], ...]
-    """The likeliest tokens: id, bytes that the token would add (a special token: its name), log-probability."""
-
-
-@dataclass(frozen=True)
-class TextPiece:
-    """A piece of an answer's text, and the log-probabilities of the tokens since the last piece."""
-
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A token whose bytes are not all reported."""
-
-    logprob: TokenLogprob
-    start: int
-    """Characters of the answer's text before the token's part."""
-    end: int
-    """Characters of the answer's text that have to be reported before the token is."""
-    from_earlier: int
-    """Bytes of the part's first character that belong to earlier tokens."""
-
-    def cut(self, characters: int) -> TokenLogprob:
-        """Return the token without what follows the first ``characters`` of the answer's text."""
-        text = self.logprob.text[: characters - self.start]
-        return replace(
-            self.logprob, text=text, data=self.logprob.data[: max(0, len(text.encode()) - self.from_earlier)]
-        )
 
 
 def end_ids(model: Any) -> list[int]:
@@ -107,8 +78,7 @@ class Answer:
         listener: Callable[[TextPiece], None] | None,
         check: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.ask, self.cache, self.ends, self.listener, self.check = ask, cache, frozenset(ends), listener, check
-        self._tokenizer = tokenizer
+        self.ask, self.cache, self.ends, self.check = ask, cache, frozenset(ends), check
         self.known = cache.get_seq_length()
         """The number of prompt tokens that the cache already held."""
         self.tokens: list[int] = []
@@ -117,16 +87,14 @@ class Answer:
         """The reason why the answer ended: "eos", "stop", "length", or the result of ``check``; empty until then."""
         self.first_at = self.last_at = 0.0
         """The times when the first and the last token were chosen, by ``time.perf_counter()``."""
-        self._pieces = None if listener is None else pieces_of(tokenizer, ask.prompt)
-        self._stops = Stops(ask.stops)
-        self._texts: list[str] = []  # the reported text
-        self._decoded = self._shown = 0  # characters of the text that were decoded, and reported
-        self._pending = deque[_Pending]()
+        self._text: AnswerText | None = None
+        if listener is not None:
+            self._text = AnswerText(tokenizer, ask.prompt, ask.stops, ask.top_logprobs, listener)
 
     @property
     def text(self) -> str:
         """The reported text."""
-        return "".join(self._texts)
+        return "" if self._text is None else str(self._text)
 
     def reads(self) -> Reads:
         """Read the prompt tokens that the cache does not hold, then generate until the answer ends."""
@@ -153,7 +121,12 @@ class Answer:
         """Generate in rounds of draft and verify."""
         self.cache.compress()
         limit = prompt.shape[1] + self.ask.max_tokens
-        rounds = Rounds(self.cache, prompt, sampler, self._taken, limit, copies=self.ask.copies)
+
+        def add(row: int, token: int, logits: Tensor) -> bool:
+            self.take(token, logits[row])
+            return bool(self.reason)
+
+        rounds = Rounds(self.cache, prompt, sampler, add, limit, copies=self.ask.copies)
         rounds.start(logits[-1:], None)
         steps = rounds.rounds()
         try:
@@ -168,11 +141,6 @@ class Answer:
             raise
         self.cache.stream.abandon()
 
-    def _taken(self, row: int, token: int, logits: Tensor) -> bool:
-        """Add a token of a round, chosen by ``logits`` (1, vocabulary); return whether it is the last."""
-        self.take(token, logits[row])
-        return bool(self.reason)
-
     def take(self, token: int, logits: Tensor | None = None) -> None:
         """Append a token, chosen by ``logits`` (vocabulary,), and report the text that it completes. Raises NotNumbers
         if its logit is NaN, which is the likeliest token for ``argmax``."""
@@ -182,64 +150,180 @@ class Answer:
         self.first_at = self.first_at or self.last_at
         self.tokens.append(token)
         ended = token in self.ends
-        if self._pieces is not None and not ended:
-            self._add_text(self._pieces, token, logits)
+        if self._text is not None and not ended:
+            self._text.add(token, logits)
         reason = "" if self.check is None else self.check(self.tokens)
         if ended:
             reason = "eos"
-        elif not reason and self._stops.met:
+        elif not reason and self._text is not None and self._text.stopped:
             reason = "stop"
         elif not reason and len(self.tokens) >= self.ask.max_tokens:
             reason = "length"
         if reason:
             self._end(reason)
 
-    def _add_text(self, pieces: Pieces, token: int, logits: Tensor | None) -> None:
-        wanted, from_earlier, start = self.ask.top_logprobs, pieces.withheld, self._decoded
-        made = None if wanted is None or logits is None else self._logprob(pieces, token, logits, wanted)
-        text = pieces.add([token])
-        self._decoded += len(text)
-        if made is not None:
-            end = self._decoded + bool(pieces.withheld)
-            self._pending.append(_Pending(replace(made, text=text), start, end, from_earlier))
-        self._report(self._stops.add(text))
-
-    def _logprob(self, pieces: Pieces, token: int, logits: Tensor, top: int) -> TokenLogprob:
-        """Return the log-probability of a token chosen by ``logits`` (vocabulary,), with those of the ``top`` likeliest
-        tokens. The token is not in ``pieces`` yet."""
-        logs = logits.float().log_softmax(-1)
-        best = logs.topk(top)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        likely = tuple((one, pieces.data(one, named=True), value) for one, value in pairs)
-        return TokenLogprob(token, "", pieces.data(token), float(logs[token]), likely)
-
     def _end(self, reason: str) -> None:
         """End the answer. Raises EntriesLost if its entries on disk have changed since it began."""
         if isinstance(self.cache, KeepCache):  # else it is transformers' own
             self.cache.stream.check_disk()
         self.reason = reason
-        if self._pieces is None or self.listener is None:
-            return
-        if not self._stops.met:
-            rest = self._pieces.rest()
-            self._decoded += len(rest)
-            if rest and self._pending:
-                last = self._pending.pop()
-                self._pending.append(replace(last, logprob=replace(last.logprob, text=last.logprob.text + rest)))
-            self._report(self._stops.add(rest))
-            self._report("" if self._stops.met else self._stops.rest())
-        cut = [one.cut(self._shown) for one in [*self._pending][:1]]  # only the first can begin in the reported text
-        left = tuple(one for one in cut if one.data) if self._stops.met else tuple(one.logprob for one in self._pending)
-        if left:
-            self.listener(TextPiece("", left))
+        if self._text is not None:
+            self._text.end()
 
-    def _report(self, text: str) -> None:
-        """Report some text, and the tokens whose bytes it has."""
-        if not text or self.listener is None:
+
+class ScheduledAnswer:
+    """An answer in a scheduler, and the chunks that it reads next. shared: other answers may share its passes."""
+
+    def __init__(self, answer: Answer, shared: bool) -> None:
+        self.answer, self.shared = answer, shared
+        self._reads = answer.reads()
+        self._want(next(self._reads))
+
+    def _want(self, read: Read) -> None:
+        """Cut the answer's next read into chunks."""
+        chunks = [len(read.ids)]
+        if isinstance(read.cache, KeepCache):  # transformers' own takes them at once
+            chunks = read.cache.stream.chunks(len(read.ids), chunk_size(read.cache) if self.shared else None)
+        self._wanted, self._chunks = read, deque(chunks)  # sizes of the unread chunks
+
+    @property
+    def writes(self) -> bool:
+        """Whether the prompt has been read and the answer is in generation."""
+        return bool(self.answer.tokens)
+
+    def shorten(self) -> None:
+        """Shorten the next chunk, because other answers wait for it, if the answer does not depend on chunk boundaries
+        and no pass rebuilds evicted entries."""
+        cache, chunks = self._wanted.cache, self._chunks
+        stored = cache.checkpoint
+        rebuilds = stored is not None and (stored.capacity or stored.by_token or stored.replays)
+        # Bits of a recurrent state depend on the chunks.
+        if not cache.stream.any_chunk or cache.round is not None or rebuilds or cache.geometry.recurrent_layers:
             return
-        self._texts.append(text)
-        self._shown += len(text)
-        done = list[TokenLogprob]()
-        while self._pending and self._pending[0].end <= self._shown:
-            done.append(self._pending.popleft().logprob)
-        self.listener(TextPiece(text, tuple(done)))
+        if chunks[0] > (part := min(SHORT_CHUNK, chunk_size(cache))):
+            chunks[0] -= part
+            chunks.appendleft(part)
+
+    @property
+    def ends_turn(self) -> bool:
+        """Whether the next chunk completes the prompt's turn: ``CHUNK`` tokens, before another prompt's turn."""
+        left = sum(self._chunks)
+        return -(-(left - self._chunks[0]) // CHUNK) < -(-left // CHUNK)
+
+    def next(self) -> Read:
+        """Return the next chunk."""
+        read, chunks = self._wanted, self._chunks
+        if len(chunks) == 1 and chunks[0] == len(read.ids):
+            return read
+        start, last = len(read.ids) - sum(chunks), len(chunks) == 1
+        return Read(read.cache, read.ids[start : start + chunks[0]], read.keep if last else 0, not last)
+
+    def give(self, result: Tensor | Exception) -> bool:
+        """Pass on the logits of a chunk; return whether the answer is complete. Raises the exception of a failed
+        pass."""
+        if isinstance(result, Exception):
+            raise result
+        self._chunks.popleft()
+        if self._chunks:
+            return False
+        try:
+            self._want(self._reads.send(result))
+        except StopIteration:
+            return True
+        return False
+
+    def close(self) -> None:
+        """End the answer at its current token. Raises KvkeepError if an unfinished round cannot be undone."""
+        self._reads.close()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of reading one chunk."""
+
+    scheduled: ScheduledAnswer
+    read: Read
+    logits: Tensor | Exception
+    """Logits of the chunk's last tokens, (keep, vocabulary), or the exception of its pass."""
+
+
+class Scheduler:
+    """Runs the ``answers`` of one model, in steps.
+
+    packed: answers share a pass where they can; otherwise each has a separate pass, with chunks of its cache's size.
+    """
+
+    def __init__(self, model: Any, *, packed: bool = True) -> None:
+        self.model, self.packed = model, packed
+        self.answers: list[ScheduledAnswer] = []
+
+    def add(self, answer: Answer) -> ScheduledAnswer:
+        """Schedule an answer."""
+        scheduled = ScheduledAnswer(answer, self.packed)
+        self.answers.append(scheduled)
+        return scheduled
+
+    def remove(self, scheduled: ScheduledAnswer) -> None:
+        """Remove an answer, and end it at its current token."""
+        self.answers.remove(scheduled)
+        scheduled.close()
+
+    def step(self) -> list[Result]:
+        """Run one read of every answer whose turn it is. The caller passes each result to :meth:`ScheduledAnswer.give`.
+        Raises as :func:`~kvkeep.engine.batch.forward` does."""
+        turn = self._turn()
+        reads = [scheduled.next() for scheduled in turn]
+        results: dict[int, Tensor | Exception] = {}
+        shared = [
+            number
+            for number, read in enumerate(reads)
+            if self.packed and can_pack(read.cache) and read.cache.geometry.steady(None)
+        ]
+        if shared:
+            results |= zip(shared, forward(self.model, [reads[number] for number in shared]), strict=True)
+        for number, read in enumerate(reads):
+            if number not in results:
+                results[number] = forward_one(self.model, read)
+        return [Result(scheduled, reads[number], results[number]) for number, scheduled in enumerate(turn)]
+
+    def _turn(self) -> list[ScheduledAnswer]:
+        """Return the answers of the next step: all in generation, and one that reads its prompt."""
+        writing = [one for one in self.answers if one.writes]
+        reading = [one for one in self.answers if not one.writes]
+        if reading and writing:
+            reading[0].shorten()
+        if reading and reading[0].ends_turn:
+            self.answers.remove(reading[0])
+            self.answers.append(reading[0])
+        return writing + reading[:1]
+
+
+@torch.no_grad()
+def forward_one(model: Any, read: Read) -> Tensor | Exception:
+    """Run the model over a single read. Return its logits as :func:`~kvkeep.engine.batch.forward` does, or the
+    exception of the failed pass. Raises only torch.AcceleratorError."""
+    cache = read.cache
+    record = cache.stream.record if isinstance(cache, KeepCache) else TextRecord()
+    record.expect_more(read.cut)
+    try:
+        ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
+        first = cache.get_seq_length() if read.first is None else read.first
+        positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+        given = {"input_ids": ids, "position_ids": positions, "cache": cache, "use_cache": True}
+        if not read.keep and (decoder := decoder_of(model)) is model.base_model:
+            decoder(**given)
+            return positions.new_empty(0)
+        logits: Tensor = model(**given, logits_to_keep=max(1, read.keep)).logits[0]
+        return logits
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        return without_memory(read, error)
+    finally:
+        record.expect_more(False)
+
+
+def chunk_size(cache: KeepCache) -> int:
+    """Return the number of prompt tokens that one pass reads into a cache."""
+    chunk: int = cache.stream.chunk
+    return CHUNK if chunk > CHUNK and cache.stream.any_chunk else chunk

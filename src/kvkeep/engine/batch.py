@@ -18,17 +18,9 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, OutOfMemory, UnsupportedModelError, out_of_memory, ran_out_of_memory, release
-from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.hooks import ForwardHooks, NoSessionLeft, SessionPass
-from kvkeep.passes.record import TextRecord
-
-CHUNK = 512
-"""The number of prompt tokens that one pass reads, if the method allows any number."""
-SHORT_CHUNK = 128
-"""The number of prompt tokens that one pass reads while other sessions generate and wait for it. A smaller number would
-make each prompt token more expensive."""
 
 
 @dataclass(eq=False)
@@ -106,19 +98,15 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
         if isinstance(result, Exception) and ran_out_of_memory(result):
             release(result)
             trim_memory()
-            again = _restored(read.cache) and len(reads) > 1
+            # Once the pass is undone, no entry is evicted for good, no round ended, and no window moved.
+            restored = read.cache.crops and read.cache.round is None and not read.cache.stream.moving
+            again = restored and len(reads) > 1
             (result,) = _forward(model, [read]) if again else (result,)
-            found[number] = _without_memory(read, result)
+            found[number] = without_memory(read, result)
     return found
 
 
-def _restored(cache: KeepCache) -> bool:
-    """Return whether a cache was as before its pass once that was undone: no entry was evicted for good, no round of
-    drafts was ended, and no window moved."""
-    return cache.crops and cache.round is None and not cache.stream.moving
-
-
-def _without_memory(read: Read, result: Tensor | Exception) -> Tensor | Exception:
+def without_memory(read: Read, result: Tensor | Exception) -> Tensor | Exception:
     """Return the result of a read, as OutOfMemory if it failed for lack of memory."""
     if not isinstance(result, Exception) or isinstance(result, OutOfMemory) or not ran_out_of_memory(result):
         return result
@@ -155,44 +143,3 @@ def _shared_error(error: Exception, sessions: int) -> KvkeepError:
     shared = kind(f"The answer failed: the step that processed {sessions} sessions at once failed ({why}); retry.")
     shared.__cause__ = error
     return shared
-
-
-@torch.no_grad()
-def forward_one(model: Any, read: Read) -> Tensor | Exception:
-    """Run the model over a single read. Return its logits as :func:`forward` does, or the exception of the failed pass.
-    Raises only torch.AcceleratorError."""
-    cache = read.cache
-    record = cache.stream.record if isinstance(cache, KeepCache) else TextRecord()
-    record.expect_more(read.cut)
-    try:
-        ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
-        first = cache.get_seq_length() if read.first is None else read.first
-        positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-        given = {"input_ids": ids, "position_ids": positions, "cache": cache, "use_cache": True}
-        if not read.keep and (decoder := decoder_of(model)) is model.base_model:
-            decoder(**given)
-            return positions.new_empty(0)
-        logits: Tensor = model(**given, logits_to_keep=max(1, read.keep)).logits[0]
-        return logits
-    except torch.AcceleratorError:
-        raise
-    except Exception as error:
-        return _without_memory(read, error)
-    finally:
-        record.expect_more(False)
-
-
-def chunk_size(cache: KeepCache) -> int:
-    """Return the number of prompt tokens that one pass reads into a cache."""
-    chunk: int = cache.stream.chunk
-    return CHUNK if chunk > CHUNK and cache.stream.any_chunk else chunk
-
-
-def short_chunk_size(cache: KeepCache) -> int:
-    """Return the number of prompt tokens that one pass reads while other sessions generate. It is smaller than the
-    normal chunk only if the answer does not depend on chunk boundaries and no pass rebuilds evicted entries."""
-    stored = cache.checkpoint
-    cut = cache.stream.any_chunk and cache.round is None
-    kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
-    kept = kept and not cache.geometry.recurrent_layers  # bits of a recurrent state depend on the chunks
-    return min(SHORT_CHUNK, chunk_size(cache)) if cut and kept else chunk_size(cache)

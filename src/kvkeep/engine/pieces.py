@@ -1,11 +1,15 @@
-"""Decodes tokens to text piece by piece, and finds the strings that end an answer."""
+"""The text of an answer: decoded piece by piece, ended by stop strings, and reported with log-probabilities."""
 
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
+
+from torch import Tensor
 
 from kvkeep.engine.token_spelling import TokenSpelling, special_ids, token_spelling
 
@@ -146,3 +150,124 @@ class Stops:
 def _begun(text: str, string: str) -> int:
     """Return the length of the longest proper prefix of ``string`` that ``text`` ends with."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of an answer and its log-probability."""
+
+    token: int
+    text: str
+    """The token's part of the answer's text. If several tokens form one character, the last token has it. Text that a
+    stop string cuts off belongs to no token."""
+    data: bytes
+    """The token's own bytes: those of all tokens form the UTF-8 of the answer's text. A special token has none."""
+    logprob: float
+    top: tuple[tuple[int, bytes, float], ...]
+    """The likeliest tokens: id, bytes that the token would add (a special token: its name), log-probability."""
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """A piece of an answer's text, and the log-probabilities of the tokens since the last piece."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A token whose bytes are not all reported."""
+
+    logprob: TokenLogprob
+    start: int
+    """Characters of the answer's text before the token's part."""
+    end: int
+    """Characters of the answer's text that have to be reported before the token is."""
+    from_earlier: int
+    """Bytes of the part's first character that belong to earlier tokens."""
+
+    def cut(self, characters: int) -> TokenLogprob:
+        """Return the token without what follows the first ``characters`` of the answer's text."""
+        text = self.logprob.text[: characters - self.start]
+        return replace(
+            self.logprob, text=text, data=self.logprob.data[: max(0, len(text.encode()) - self.from_earlier)]
+        )
+
+
+class AnswerText:
+    """The text of an answer: it is decoded as tokens arrive, ends before a stop string, and is reported in pieces with
+    its tokens' log-probabilities.
+
+    before: the tokens of the prompt. stops: strings that end the text and are not part of it. top_logprobs: the number
+    of likeliest tokens reported with each token; None: no log-probabilities. listener: called with each piece.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        before: Sequence[int],
+        stops: Sequence[str],
+        top_logprobs: int | None,
+        listener: Callable[[TextPiece], None],
+    ) -> None:
+        self._pieces, self._stops = pieces_of(tokenizer, before), Stops(stops)
+        self._top, self._listener = top_logprobs, listener
+        self._texts: list[str] = []  # the reported text
+        self._decoded = self._shown = 0  # characters of the text that were decoded, and reported
+        self._pending = deque[_Pending]()
+
+    def __str__(self) -> str:
+        """Return the reported text."""
+        return "".join(self._texts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops.met
+
+    def add(self, token: int, logits: Tensor | None) -> None:
+        """Append a token, chosen by ``logits`` (vocabulary,), and report the text that it completes."""
+        from_earlier, start = self._pieces.withheld, self._decoded
+        made = None if self._top is None or logits is None else self._logprob(token, logits, self._top)
+        text = self._pieces.add([token])
+        self._decoded += len(text)
+        if made is not None:
+            end = self._decoded + bool(self._pieces.withheld)
+            self._pending.append(_Pending(replace(made, text=text), start, end, from_earlier))
+        self._report(self._stops.add(text))
+
+    def _logprob(self, token: int, logits: Tensor, top: int) -> TokenLogprob:
+        """Return the log-probability of a token chosen by ``logits`` (vocabulary,), with those of the ``top`` likeliest
+        tokens. The token is not in the text yet."""
+        logs = logits.float().log_softmax(-1)
+        best = logs.topk(top)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        likely = tuple((one, self._pieces.data(one, named=True), value) for one, value in pairs)
+        return TokenLogprob(token, "", self._pieces.data(token), float(logs[token]), likely)
+
+    def end(self) -> None:
+        """Report the rest of the text and of the tokens."""
+        if not self.stopped:
+            rest = self._pieces.rest()
+            self._decoded += len(rest)
+            if rest and self._pending:
+                last = self._pending.pop()
+                self._pending.append(replace(last, logprob=replace(last.logprob, text=last.logprob.text + rest)))
+            self._report(self._stops.add(rest))
+            self._report("" if self.stopped else self._stops.rest())
+        cut = [one.cut(self._shown) for one in [*self._pending][:1]]  # only the first can begin in the reported text
+        left = tuple(one for one in cut if one.data) if self.stopped else tuple(one.logprob for one in self._pending)
+        if left:
+            self._listener(TextPiece("", left))
+
+    def _report(self, text: str) -> None:
+        """Report some text, and the tokens whose bytes it has."""
+        if not text:
+            return
+        self._texts.append(text)
+        self._shown += len(text)
+        done = list[TokenLogprob]()
+        while self._pending and self._pending[0].end <= self._shown:
+            done.append(self._pending.popleft().logprob)
+        self._listener(TextPiece(text, tuple(done)))

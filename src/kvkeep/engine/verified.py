@@ -27,16 +27,14 @@ def verified(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
-    streamer: Any = None,
-    listener: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode in rounds: ``model.generate(..., cache=cache, custom_generate=kvkeep.verified)``.
 
     ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. It supports greedy decoding
-    and sampling, batches with left padding, logits processors, stopping criteria and streamers.
-    ``prompt_lookup_num_tokens=0`` disables drafts copied from the text. transformers passes neither streamer nor
-    tokenizer to a ``custom_generate``: pass the streamer as ``listener``, and instead of ``stop_strings`` pass
+    and sampling, batches with left padding, logits processors and stopping criteria. ``prompt_lookup_num_tokens=0``
+    disables drafts copied from the text. transformers passes neither streamer nor tokenizer to a ``custom_generate``:
+    to stream, call :func:`kvkeep.generate`, and instead of ``stop_strings`` pass
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. ``cache.round.statistics`` counts rounds and drafts.
     Raises UsageError for unsupported options.
     """
@@ -53,16 +51,11 @@ def verified(
         raise UsageError(
             "Beam search does not decode in rounds; leave out custom_generate. The cache is exact without it, too."
         )
-    sink = streamer if listener is None else listener
-    if sink is not None and len(input_ids) > 1:
-        raise UsageError("A streamer takes one text, not a batch; leave the streamer out.")
     if synced_gpus:
         raise UsageError("Decoding in rounds does not synchronise with other processes; leave out synced_gpus.")
-    if listener is not None:  # transformers' generate passes the prompt only to the streamer given to it
-        listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     cache.compress()
-    output = _Output(logits_processor, stopping_criteria, generation_config, sink)
+    output = _Output(logits_processor, stopping_criteria, generation_config)
     sampler, copies = Sampler(logits_processor, generation_config.do_sample), generation_config.prompt_lookup_num_tokens
     run = Rounds(cache, input_ids, sampler, output.add, stopping_criteria.max_length, copies=copies != 0)
     output.rounds = run
@@ -81,16 +74,16 @@ def verified(
 
 
 class _Output:
-    """Handles new tokens as transformers' ``generate`` does: streams them, checks its criteria, and returns them with
-    their logits and scores."""
+    """Handles new tokens as transformers' ``generate`` does: checks its criteria, and returns the tokens with their
+    logits and scores."""
 
     rounds: Rounds
     """The rounds that choose the tokens; set before the first token."""
 
     def __init__(
-        self, processor: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, streamer: Any
+        self, processor: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig
     ) -> None:
-        self.processor, self.criteria, self.config, self.streamer = processor, criteria, config, streamer
+        self.processor, self.criteria, self.config = processor, criteria, config
         self.wanted = config.return_dict_in_generate and (config.output_logits or config.output_scores)
         self.reported: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by row: logits and scores of its tokens
 
@@ -101,14 +94,10 @@ class _Output:
             raw = logits.to(copy=True, dtype=torch.float32)
             scores = self.processor(tokens[:, :-1], raw.clone())
             self.reported.setdefault(row, []).append((raw[row], scores[row]))
-        if self.streamer is not None:
-            self.streamer.put(tokens[row, -1:].cpu())
         return bool(self.criteria(tokens, None)[row])
 
     def result(self) -> Tensor | GenerateDecoderOnlyOutput:
         """Return the sequences. Rows that finished earlier are padded at the right."""
-        if self.streamer is not None:
-            self.streamer.end()
         rounds, config = self.rounds, self.config
         longest = max(rounds.lengths)
         sequences = rounds.tokens[:, :longest].clone()

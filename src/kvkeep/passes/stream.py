@@ -26,7 +26,7 @@ from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.record import TextRecord
 from kvkeep.policies.assembly import Assembly
-from kvkeep.policies.methods import Method
+from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
@@ -104,7 +104,8 @@ class CacheStream:
             end, ends = self.exact_tokens - self.length, True
         parts = (end, count - end) if ends and 0 < end < count else (count,)
         chunk = self.chunk if chunk is None else chunk
-        return [size for part in parts for size in _equal(part, chunk)]
+        split = [divmod(part, chunk) for part in parts]
+        return [size for full, rest in split for size in (*([rest] if rest else []), *[chunk] * full)]
 
     @property
     def length(self) -> int:
@@ -445,9 +446,3 @@ def _rows_on_disk(made: Assembly) -> Iterator[Rows]:
     if made.checkpoint is not None:
         yield from (rows for _, rows in made.checkpoint.stores())
     yield from (made.ledger.ids, made.ledger.positions)
-
-
-def _equal(count: int, chunk: int) -> list[int]:
-    """Return the sizes of chunks of ``chunk`` tokens; the first takes the remainder."""
-    full, rest = divmod(count, chunk)
-    return [*([rest] if rest else []), *[chunk] * full]

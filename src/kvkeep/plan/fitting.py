@@ -13,8 +13,8 @@ from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.sizes import Sizes, grant, sizes
 from kvkeep.plugins import first_line
-from kvkeep.policies.methods import Method, names, resolve
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request, names, resolve
+from kvkeep.policies.registry import Method
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 FIRST = ("full", "kv-direct")

@@ -12,11 +12,10 @@ from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.pages import pages_of, recent_pages_of
 from kvkeep.memory.rows import BLOCK, ring_rows, up
-from kvkeep.policies.methods import Method
-from kvkeep.policies.recalls.unnamed import Everything
-from kvkeep.policies.request import PAGE
+from kvkeep.policies.methods import PAGE
+from kvkeep.policies.registry import Everything, Method
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
-from kvkeep.stores.readers.draft import VOTERS
+from kvkeep.stores.readers.backed import VOTERS
 from kvkeep.stores.resident.banks import bank_columns
 
 Evictions = tuple[LayerGeometry, int, list[int]]

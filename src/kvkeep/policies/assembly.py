@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicCache
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident
-from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
@@ -21,19 +20,18 @@ from kvkeep.memory.places import place
 from kvkeep.models.adapter import devices, processes
 from kvkeep.models.binding import bind, watch
 from kvkeep.native.library import library
-from kvkeep.policies.methods import Method
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
+from kvkeep.policies.registry import Method
 from kvkeep.step.native import supports_dims
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import SlidingLayer, holding_of
-from kvkeep.stores.evicted.in_order import InOrder
+from kvkeep.stores.in_order import InOrder, Newest
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.round import Round
 from kvkeep.stores.recurrent import RecurrentState
 from kvkeep.stores.resident.cache_positions import CachePositions
-from kvkeep.stores.resident.newest import Newest
 from kvkeep.stores.resident.selected import Selected
 
 
@@ -156,13 +154,7 @@ def _bounded(
         full = [layer.index for layer in geometry.full_layers]
         adapter.require("turn", full, "queries of positions ahead", "use snapkv or h2o")
 
-    def entries_of(site: Site, store: EvictedStore) -> Resident:
-        if selector.in_order:
-            assert isinstance(store, InOrder)
-            return Newest(site, store)
-        return Selected(site, selector, site.budgets, store, tail, adapter if selector.ahead else None)
-
-    layers = build.layers(lambda layer: build.layer(layer, budgets[layer.index], entries_of))
+    layers = build.layers(lambda layer: build.layer(layer, budgets[layer.index]))
     return replace(
         build.assembly(layers, _exact(model, geometry)),
         entries=entries,
@@ -215,7 +207,7 @@ class _Builder:
             home = place("disk", self.device, spec.folder)
         self.ledger = Ledger(records or (spec is not None and spec.kind != "kv"), home)
         self.shared = fate.shared(geometry, self.ledger)
-        self.entries = entries
+        self.entries, self.tail = entries, tail
         self.checkpoint = None if self.spec is None else self._checkpoint(self.spec)
         self.states = {layer.index: RecurrentState(layer.state_elements) for layer in geometry.recurrent_layers}
         self.round: Round | None = None
@@ -250,10 +242,8 @@ class _Builder:
             page=self.request.page,
         )
 
-    def layer(
-        self, layer: LayerGeometry, budgets: Sequence[int], resident: Callable[[Site, EvictedStore], Resident]
-    ) -> Layer:
-        """Return a layer of parts. resident: a function that makes the resident entries from a site and a store."""
+    def layer(self, layer: LayerGeometry, budgets: Sequence[int]) -> Layer:
+        """Return a layer of parts. budgets: resident entries of its KV heads."""
         site = Site(
             layer=layer,
             geometry=self.geometry,
@@ -267,8 +257,14 @@ class _Builder:
             device=self.device,
             checkpoint=self.checkpoint,
         )
-        store = self.method.store_fate.store(site, self.shared)
-        return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.recalled))
+        selector, store = self.method.selector, self.method.store_fate.store(site, self.shared)
+        resident: Resident
+        if selector.in_order:
+            assert isinstance(store, InOrder)
+            resident = Newest(site, store)
+        else:
+            resident = Selected(site, selector, store, self.tail, bind(self.model) if selector.ahead else None)
+        return Layer(site, resident, store, self.method.recall.reader(site, self.recalled))
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
         """Return the layers of a cache. ``full`` makes the full layers. Sliding windows and recurrent states are

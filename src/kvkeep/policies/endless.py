@@ -8,8 +8,8 @@ from typing import Any
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.methods import Request
 from kvkeep.policies.recalls.blocks import PromisingBlocks
-from kvkeep.policies.request import Request
 
 ENDLESS = "endless"
 SHARES = 4, 8

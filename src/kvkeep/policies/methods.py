@@ -1,185 +1,180 @@
-"""Methods by name: a selector (what is evicted) × a fate (how it is stored) × a recall (how it comes back)."""
+"""From names to methods, and from options to the request of a cache, before any model is loaded."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, TypedDict, Unpack
 
-from kvkeep.budget import Budget
+from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.recall import Recall
 from kvkeep.contracts.selector import Selector
-from kvkeep.errors import BudgetError, UsageError, unknown
+from kvkeep.errors import UnsupportedModelError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plugins import PARTS, each_plugin
-from kvkeep.policies.fates.checkpoint import Recorded
-from kvkeep.policies.fates.drop import Drop
-from kvkeep.policies.names import check_lab
-from kvkeep.policies.recalls.unnamed import Everything, Evicted
+from kvkeep.policies.names import FORMER, ONESHOT, STOCK, check_lab
 from kvkeep.policies.registry import (
     FATES,
-    FORMER,
     LISTED,
-    ONESHOT,
     PRESETS,
     RECALLS,
     SELECTORS,
-    STOCK,
+    Everything,
+    Evicted,
+    Method,
     Preset,
     register,
     unregister,
 )
-from kvkeep.policies.selectors.window import OldestFirst
 from kvkeep.policies.specs import build, required
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
+
+PAGE = 512
+"""Rows rebuilt at a time by default."""
+
+_MEANINGLESS = ("context", "page", "batch")  # options without effect on a cache without a budget
 
 
-class Division(NamedTuple):
-    """How the entries of a layer's budget are divided."""
+class Options(TypedDict, total=False):
+    """The keyword options of a :class:`~kvkeep.cache.KeepCache`."""
 
-    tail: int
-    """Entries for tokens that wait for a decision."""
-    within: int
-    """All other entries."""
-    resident: int
-    """The exact entries among these."""
-    sinks: int | None
-    """First entries with an additional unrotated key; None: positions are those of the text."""
+    checkpoint: str | None
+    where: str | None
+    capacity: int | None
+    folder: str | os.PathLike[str] | None
+    chunk: int | None
+    page: int
+    context: int | None
+    batch: int
+    recall: str | None
 
 
 @dataclass(frozen=True)
-class Method:
-    """A selector, a fate and a recall."""
+class Request:
+    """The parsed options of a :class:`~kvkeep.cache.KeepCache`, which documents each of them."""
 
-    name: str
-    """The user's spelling."""
-    selector: Selector
-    fate: Fate
-    recall: Recall
-    summary: str
-    """What the method does, in a sentence."""
-    source: str
-    """The paper."""
-    oneshot: bool = False
-    """A prompt is read in one pass and compressed afterwards. The budget holds from then on."""
+    method: Method
+    budget: Budget | None = None
+    checkpoint: str | None = None
+    where: str | None = None
+    capacity: int | None = None
+    folder: str | None = None
+    chunk: int | None = None
+    page: int = PAGE
+    context: int | None = None
+    batch: int = 1
 
-    @property
-    def exactness(self) -> Exactness:
-        """What the method promises about its output."""
-        return self.recall.exactness or self.fate.exactness
+    @classmethod
+    def parse(
+        cls, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
+    ) -> Request:
+        """Parse the options of a :class:`~kvkeep.cache.KeepCache`. Raises UsageError or BudgetError for names, numbers
+        and options that are wrong for every model."""
+        given: dict[str, Any] = {**options}
+        recall, checkpoint, folder = given.pop("recall", None), given.get("checkpoint"), given.get("folder")
+        texts = {"method": method, "recall": recall, "checkpoint": checkpoint, "where": given.get("where")}
+        for name, text in texts.items():
+            if text is not None and (not isinstance(text, str) or not text):
+                raise UsageError(f"The {name} must be a name, not {text!r}.")
+        if recall is not None:
+            spec = f"{method or 'snapkv'}+{recall}"
+        else:
+            spec = method or ("kv-direct" if budget is not None else "full")
+        made = resolve(spec)
+        parsed = None if budget is None else Budget.parse(budget)
+        for name in ("capacity", "chunk", "context", "page", "batch"):
+            number = given.get(name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise UsageError(f"The {name} of a cache must be a whole number of at least 1, not {number!r}.")
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise UsageError(f"The folder of a checkpoint must be a path, not {folder!r}.")
+        given |= {"checkpoint": made.kind or checkpoint, "folder": None if folder is None else os.fspath(folder)}
+        request = cls(made, parsed, **given)
+        request._check(spec, checkpoint)
+        return request
 
-    @property
-    def leaves(self) -> str:
-        """Which entries are evicted, in a few words."""
-        return self.fate.leaves or self.selector.leaves
-
-    @property
-    def becomes(self) -> str:
-        """How evicted entries are stored, in a few words."""
-        if not self.recall.backed:
-            return self.fate.label
-        stored = self.store_fate.stores.keeps or self.fate.stores.makes_room
-        return f"{self.fate.label} and checkpointed" if stored else "checkpointed"
-
-    @property
-    def returns(self) -> str:
-        """How evicted entries come back, in a few words."""
-        return self.recall.label or self.fate.returns
-
-    @property
-    def store_fate(self) -> Fate:
-        """The fate of evicted entries; they are dropped where a checkpoint has all of them."""
-        return Drop() if self.recall.backed and self.fate.checkpoints else self.fate
-
-    @property
-    def checkpoints(self) -> bool:
-        """Whether entries are kept in a checkpoint."""
-        return self.recall.backed or self.fate.checkpoints
-
-    @property
-    def reading(self) -> Method | None:
-        """The method that reads a text first, for a selector that chooses after a second reading; else None."""
-        if self.selector.reconstruction is None:
-            return None
-        return replace(self, selector=OldestFirst(), fate=Recorded("kv"), recall=Evicted())
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether every step attends to all entries of a checkpoint, so that the budget may be 0."""
-        return self.recall.backed and not self.recall.label
-
-    @property
-    def kind(self) -> str | None:
-        """The kind of checkpoint in the method's name; None where the cache's options choose it."""
-        return self.fate.kind or None
-
-    @property
-    def budgeted(self) -> bool:
-        """Whether the method needs a budget."""
-        return self.selector.budgeted
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The options of a cache with this method."""
-        if self.selector.keeps_all:
-            return ("budget",) if self.budgeted else ()
-        chunk = () if self.oneshot else ("chunk",)
-        if not self.checkpoints:
-            return ("budget", *chunk, "where", "folder", "page") if self.reading else ("budget", *chunk)
-        capacity = () if self.recall.drafts else ("capacity",)
-        return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
-
-    @property
-    def any_length(self) -> bool:
-        """Whether a text may be longer than the model's positions."""
-        return self.recall.endless or self.sinks is not None
-
-    @property
-    def sinks(self) -> int | None:
-        """The number of first entries that stay, where positions are places in the cache. None where positions are
-        those of the text, whose length the model's positions then limit."""
-        fate = self.store_fate
-        return self.selector.sinks_in_cache(not (fate.stores.keeps or self.recall.backed or self.recall.label))
-
-    def division(self, geometry: ModelGeometry, entries: int) -> Division:
-        """Return how a budget of ``entries`` is divided. Raises BudgetError for too few."""
-        tail, fate = self.recall.tail(entries), self.store_fate
-        within = entries - tail
-        if self.recall.backed and within < 1 and not self.reads_all:
-            raise BudgetError(
-                f"A budget of {entries} entries leaves method '{self.name}' nothing to attend to; give a larger budget."
+    def _check(self, spec: str, checkpoint: str | None) -> None:
+        """Raise UsageError for options that the method does not take, and for a missing budget."""
+        for option in ("checkpoint", "where", "capacity", "folder", "budget", "chunk"):
+            value = checkpoint if option == "checkpoint" else getattr(self, option)
+            if value is not None and option not in self.method.options:
+                others = "'kv-direct' and 'endless' do" if option == "capacity" else "'kv-direct' does"
+                raise UsageError(f"Method '{spec}' takes no {option}; {others}.")
+        if self.method.budgeted and self.budget is None:
+            if self.method.selector.keeps_all:
+                raise UsageError(f"Method '{spec}' needs a budget: its maximum number of entries (budget=4096).")
+            raise UsageError(f"Method '{spec}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
+        if self.method.reading is not None and self.method.checkpoints and self.checkpoint not in (None, "kv"):
+            raise UsageError(
+                f"Method '{spec}' needs a checkpoint of kind 'kv', because it keeps the entries of its first pass; "
+                f"leave checkpoint '{self.checkpoint}' out."
             )
-        (self.fate if self.reads_all else fate).fits(self.name, geometry, within)
-        resident, sinks = fate.resident(within), self.sinks
-        return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
+        if self.method.kind and checkpoint not in (None, self.method.kind):
+            raise UsageError(
+                f"The checkpoint of method '{spec}' is of kind '{self.method.kind}'; leave '{checkpoint}' out."
+            )
+        if self.method.checkpoints:
+            where = self.where or ("disk" if self.folder is not None else "host")
+            CheckpointSpec.parse(self.checkpoint or "kv", where, capacity=self.capacity, folder=self.folder)
 
-    def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
-        """Return the tokens of a prompt that are read at a time with a budget of ``entries``. chunk: the user's choice.
-        Raises BudgetError where they do not fit."""
-        if self.oneshot:
-            return sys.maxsize
-        layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
-        longest = budget.chunk_for(entries, chunk, layers)
-        return self.fate.chunk(self.name, entries, longest, chunk is not None)
+    @property
+    def reading(self) -> Request | None:
+        """The request of the method that reads a text first; None without one."""
+        made = self.method.reading
+        return None if made is None else replace(self, method=made, checkpoint="kv", capacity=None)
 
-    def refusal(self) -> str | None:
-        """Return why the parts cannot be combined, in a sentence; None where they can."""
-        if self.oneshot and self.selector.keeps_all:
-            return "This method evicts nothing, so there is nothing to compress after the prompt; leave 'oneshot' out."
-        if self.oneshot and self.reading is not None:
-            return "This method always reads the whole text before it compresses; leave 'oneshot' out."
-        if self.recall.label and self.selector.keeps_all:
-            return "This method evicts nothing, so there is nothing to recall; leave the recall out."
-        if self.recall.label and not self.recall.endless and self.selector.in_order:
-            return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
-        if self.selector.divides and self.fate.stores.makes_room:
-            return "This fate evicts nothing, so the selector has no entries to divide; use 'snapkv'."
-        for part in (self.fate, self.recall):
-            if (reason := part.refuses(self)) is not None:
-                return reason
-        return None
+    def entries(self, geometry: ModelGeometry) -> tuple[int, int]:
+        """Return the entries of each full layer, and the tokens of a prompt that are read at a time. Raises BudgetError
+        for a budget that is too small, and UnsupportedModelError for a layer whose state is not keys and values."""
+        assert self.budget is not None
+        for layer in geometry.unbounded_layers:
+            raise UnsupportedModelError(
+                f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is "
+                "not keys and values that could be rebuilt; use method 'full'."
+            )
+        exact = self.method.exactness is Exactness.EXACT
+        least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
+        zero = self.method.fate.checkpoints and (not self.method.recall.backed or self.method.reads_all)
+        waiting = self.method.recall.tail(sys.maxsize)
+        entries = self.budget.entries(
+            geometry, context=self.context, batch=self.batch, chunk=least, zero=zero, waiting=waiting
+        )
+        return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
+
+    def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
+        """Return the kind and place of the checkpoint: by default the smaller of kv and residual, outside the model's
+        memory."""
+        kind = self.checkpoint
+        if self.method.reading is not None:
+            kind = kind or "kv"
+        if kind is None:
+            vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
+            hybrid = any(layer.recurrent for layer in geometry.full_layers)  # rebuilding would run the recurrence, too
+            kind = "residual" if vectors < entries and not hybrid and self.capacity is None else "kv"
+        where = self.where or ("disk" if device == "cpu" else "host")
+        return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options with which :meth:`parse` makes this request again, besides method and budget."""
+        names = ("where", "capacity", "folder", "chunk", "page", "context", "batch")
+        checkpoint = None if self.method.kind else self.checkpoint
+        return {"checkpoint": checkpoint, **{name: getattr(self, name) for name in names}}
+
+
+def requested(method: str | None = None, budget: Any = None, **options: Any) -> Request | None:
+    """Return the request of a cache, None for "stock". Raises as :meth:`Request.parse`, and for options that
+    "stock" does not take."""
+    if method != STOCK:
+        return Request.parse(method, budget, **options)
+    if given := [
+        name for name, value in {"budget": budget, **options}.items() if value is not None and name not in _MEANINGLESS
+    ]:
+        raise UsageError(f"Method 'stock' is transformers' own cache and takes no {given[0]}; 'kv-direct' does.")
+    return None
 
 
 def resolve(spec: str, *, files: bool = True) -> Method:
@@ -228,11 +223,13 @@ def _current(part: str) -> str:
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
-    """Return the method of three parts. The recall gives its summary; a recall without a label leaves that to the
-    selector."""
+    """Return the method of three parts. The first sentence of the recall's docstring is its summary; a recall without
+    a label leaves that to the selector."""
     about = recall if recall.label else selector
     recall = _default_recall(selector, fate, recall)
-    return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
+    summary = " ".join((type(about).__doc__ or "").partition("\n\n")[0].replace("``", "").split())
+    summary = summary.partition(". ")[0].removesuffix(".") + "."
+    return Method(name, selector, fate, recall, summary, about.source or selector.source)
 
 
 def _default_recall(selector: Selector, fate: Fate, recall: Recall) -> Recall:
@@ -301,8 +298,3 @@ def parts() -> dict[str, dict[str, type[Any]]]:
     """Return all registered selectors, fates and recalls: for each of these kinds, the classes by name."""
     load_plugins()
     return {"selectors": dict(SELECTORS), "fates": dict(FATES), "recalls": dict(RECALLS)}
-
-
-def _first_sentence(made: object) -> str:
-    text = " ".join((type(made).__doc__ or "").partition("\n\n")[0].replace("``", "").split())
-    return text.partition(". ")[0].removesuffix(".") + "."

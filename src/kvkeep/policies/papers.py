@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 
-from kvkeep.policies.methods import Method
+from kvkeep.policies.registry import Method
 
 _ARXIV = re.compile(r"\d{4}\.\d{5}")
 

@@ -1,4 +1,5 @@
-"""The registry: selectors, fates, recalls, and presets.
+"""A method is a selector (what is evicted) × a fate (how it is stored) × a recall (how it comes back). The registry has
+these parts, and presets of them, by name.
 
 :func:`register` adds to it. An installed package adds a selector, a fate, a recall or a preset by an entry point of the
 group :data:`~kvkeep.plugins.PARTS`; the entry point's name is the part's name
@@ -8,15 +9,20 @@ group :data:`~kvkeep.plugins.PARTS`; the entry point's name is the part's name
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from inspect import get_annotations, isabstract
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+from kvkeep.budget import Budget
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.recall import Recall
+from kvkeep.contracts.part import Site
+from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.contracts.selector import Selector
-from kvkeep.errors import UsageError
-from kvkeep.policies.fates.checkpoint import Checkpointed
+from kvkeep.errors import BudgetError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.fates.checkpoint import Checkpointed, Recorded
 from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.merge import Merge
@@ -25,7 +31,6 @@ from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
 from kvkeep.policies.recalls.blocks import PromisingBlocks
-from kvkeep.policies.recalls.unnamed import Evicted
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.adakv import AdaKV
 from kvkeep.policies.selectors.expected_attention import ExpectedAttention
@@ -42,6 +47,8 @@ from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.tova import Tova
 from kvkeep.policies.selectors.window import OldestFirst, Window
 from kvkeep.policies.specs import parameters
+from kvkeep.stores.layer import ReadEvicted
+from kvkeep.stores.readers.backed import ReadCheckpoint
 
 SELECTORS: dict[str, type[Selector]] = {
     "window": Window,
@@ -76,6 +83,174 @@ RECALLS: dict[str, type[Recall]] = {
 
 PEERS = ("stock-", "peer-", "prompt-")
 """Prefixes of the names of the lab's peers."""
+
+
+@dataclass(frozen=True)
+class Everything(Recall):
+    """Every step attends to the checkpoint, which holds all entries in the order of the text: the recall of a selector
+    with a checkpoint."""
+
+    label: ClassVar[str] = ""
+
+    def reader(self, site: Site, shared: Any) -> Reader:
+        return ReadCheckpoint(site)
+
+
+@dataclass(frozen=True)
+class Evicted(Recall):
+    """Every step attends to all entries of the store of evicted entries."""
+
+    label: ClassVar[str] = ""
+    backed: ClassVar[bool] = False
+
+    def reader(self, site: Site, shared: Any) -> Reader:
+        return ReadEvicted()
+
+
+class Division(NamedTuple):
+    """How the entries of a layer's budget are divided."""
+
+    tail: int
+    """Entries for tokens that wait for a decision."""
+    within: int
+    """All other entries."""
+    resident: int
+    """The exact entries among these."""
+    sinks: int | None
+    """First entries with an additional unrotated key; None: positions are those of the text."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A selector, a fate and a recall."""
+
+    name: str
+    """The user's spelling."""
+    selector: Selector
+    fate: Fate
+    recall: Recall
+    summary: str
+    """What the method does, in a sentence."""
+    source: str
+    """The paper."""
+    oneshot: bool = False
+    """A prompt is read in one pass and compressed afterwards. The budget holds from then on."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """What the method promises about its output."""
+        return self.recall.exactness or self.fate.exactness
+
+    @property
+    def leaves(self) -> str:
+        """Which entries are evicted, in a few words."""
+        return self.fate.leaves or self.selector.leaves
+
+    @property
+    def becomes(self) -> str:
+        """How evicted entries are stored, in a few words."""
+        if not self.recall.backed:
+            return self.fate.label
+        stored = self.store_fate.stores.keeps or self.fate.stores.makes_room
+        return f"{self.fate.label} and checkpointed" if stored else "checkpointed"
+
+    @property
+    def returns(self) -> str:
+        """How evicted entries come back, in a few words."""
+        return self.recall.label or self.fate.returns
+
+    @property
+    def store_fate(self) -> Fate:
+        """The fate of evicted entries; they are dropped where a checkpoint has all of them."""
+        return Drop() if self.recall.backed and self.fate.checkpoints else self.fate
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether entries are kept in a checkpoint."""
+        return self.recall.backed or self.fate.checkpoints
+
+    @property
+    def reading(self) -> Method | None:
+        """The method that reads a text first, for a selector that chooses after a second reading; else None."""
+        if self.selector.reconstruction is None:
+            return None
+        return replace(self, selector=OldestFirst(), fate=Recorded("kv"), recall=Evicted())
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether every step attends to all entries of a checkpoint, so that the budget may be 0."""
+        return self.recall.backed and not self.recall.label
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of checkpoint in the method's name; None where the cache's options choose it."""
+        return self.fate.kind or None
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the method needs a budget."""
+        return self.selector.budgeted
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of a cache with this method."""
+        if self.selector.keeps_all:
+            return ("budget",) if self.budgeted else ()
+        chunk = () if self.oneshot else ("chunk",)
+        if not self.checkpoints:
+            return ("budget", *chunk, "where", "folder", "page") if self.reading else ("budget", *chunk)
+        capacity = () if self.recall.drafts else ("capacity",)
+        return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
+
+    @property
+    def any_length(self) -> bool:
+        """Whether a text may be longer than the model's positions."""
+        return self.recall.endless or self.sinks is not None
+
+    @property
+    def sinks(self) -> int | None:
+        """The number of first entries that stay, where positions are places in the cache. None where positions are
+        those of the text, whose length the model's positions then limit."""
+        fate = self.store_fate
+        return self.selector.sinks_in_cache(not (fate.stores.keeps or self.recall.backed or self.recall.label))
+
+    def division(self, geometry: ModelGeometry, entries: int) -> Division:
+        """Return how a budget of ``entries`` is divided. Raises BudgetError for too few."""
+        tail, fate = self.recall.tail(entries), self.store_fate
+        within = entries - tail
+        if self.recall.backed and within < 1 and not self.reads_all:
+            raise BudgetError(
+                f"A budget of {entries} entries leaves method '{self.name}' nothing to attend to; give a larger budget."
+            )
+        (self.fate if self.reads_all else fate).fits(self.name, geometry, within)
+        resident, sinks = fate.resident(within), self.sinks
+        return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
+
+    def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
+        """Return the tokens of a prompt that are read at a time with a budget of ``entries``. chunk: the user's choice.
+        Raises BudgetError where they do not fit."""
+        if self.oneshot:
+            return sys.maxsize
+        layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
+        longest = budget.chunk_for(entries, chunk, layers)
+        return self.fate.chunk(self.name, entries, longest, chunk is not None)
+
+    def refusal(self) -> str | None:
+        """Return why the parts cannot be combined, in a sentence; None where they can."""
+        if self.oneshot and self.selector.keeps_all:
+            return "This method evicts nothing, so there is nothing to compress after the prompt; leave 'oneshot' out."
+        if self.oneshot and self.reading is not None:
+            return "This method always reads the whole text before it compresses; leave 'oneshot' out."
+        if self.recall.label and self.selector.keeps_all:
+            return "This method evicts nothing, so there is nothing to recall; leave the recall out."
+        if self.recall.label and not self.recall.endless and self.selector.in_order:
+            return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
+        if self.selector.divides and self.fate.stores.makes_room:
+            return "This fate evicts nothing, so the selector has no entries to divide; use 'snapkv'."
+        for part in (self.fate, self.recall):
+            if (reason := part.refuses(self)) is not None:
+                return reason
+        return None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import BudgetError, EntriesLost, PromptTooLong, QueueFull, SessionMismatch
 from kvkeep.memory.rows import BLOCK
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.session import (
     Event,
     Finished,

@@ -1,4 +1,4 @@
-"""The engine: a thread around a scheduler (:mod:`kvkeep.engine.scheduler`), with admission and a store.
+"""The engine: a thread around a scheduler (:mod:`kvkeep.engine.answer`), with admission and a store.
 
 The thread owns the model, and every session its cache. With the same sampling, an answer has the tokens of
 :func:`kvkeep.generate`, independent of other sessions. An answer of a named session ends after its turn is saved; of
@@ -25,8 +25,7 @@ import torch
 
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
-from kvkeep.engine.answer import Answer, Ask, end_ids
-from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.answer import Answer, Ask, Scheduler, end_ids
 from kvkeep.errors import (
     EngineStopping,
     KvkeepError,
@@ -44,7 +43,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.native.library import trim_memory
 from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.admission import Admission, Arbiter
 from kvkeep.serve.session import Event, Finished, Job, Name, State, check_name, total_bytes
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool

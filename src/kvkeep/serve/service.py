@@ -13,15 +13,14 @@ from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
 from kvkeep.cache import KeepCache
 from kvkeep.decode.prompt import encode
-from kvkeep.engine.answer import Answer, Ask
-from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.answering import Limits
 from kvkeep.serve.http.app import application

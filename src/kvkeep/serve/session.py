@@ -18,12 +18,11 @@ from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.engine.answer import Answer, Ask, TextPiece
-from kvkeep.engine.batch import chunk_size
-from kvkeep.engine.scheduler import ScheduledAnswer, Scheduler
+from kvkeep.engine.answer import Answer, Ask, ScheduledAnswer, Scheduler, chunk_size
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.errors import KvkeepError, OutOfMemory, UsageError, place_of, ran_out_of_memory
 from kvkeep.plan.sizes import grant
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.stores.dynamic import DynamicLayer
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from kvkeep.errors import (
 )
 from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 from kvkeep.serve.session import Name, OpenedSession, OpenSession
 
 log = logging.getLogger(__name__)

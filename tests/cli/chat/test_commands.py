@@ -19,7 +19,8 @@ from kvkeep.cli.chat.answering import status
 from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.context_limit import ASK, CONTINUATIONS, chosen
 from kvkeep.cli.chat.state import Chat, Saver
-from kvkeep.stock import STOCK, new_cache
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import new_cache
 
 PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
 

@@ -25,9 +25,8 @@ from running import BODY, TEXT, Program, bearer, counting, figures, post, progra
 
 from kvkeep import KeepCache
 from kvkeep.blocks.store import Store
-from kvkeep.engine import batch
-from kvkeep.engine.answer import Answer
-from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine import answer as scheduling
+from kvkeep.engine.answer import Answer, Scheduler
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering
 from kvkeep.serve.http.answering import AnswerEvents, Limits
@@ -83,7 +82,7 @@ def test_clients_that_disconnect_leave_nothing_behind(
 ) -> None:
     """Two at a time in memory for one answer, so that the second waits."""
     before = objects()  # other tests'
-    monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of sixty steps
+    monkeypatch.setattr(scheduling, "CHUNK", 4)  # a prompt of sixty steps
     monkeypatch.setattr(answering, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
     engine = Engine(small(), int(1.2 * peak_bytes(KeepCache(small().model, "full"), 512)), store=Store(tmp_path))
     limits = Limits(answers=64)

@@ -17,7 +17,7 @@ from answering import Client, alone, mixed, run, small, text
 from families import FAMILIES
 from running import TEXT, Program, bearer, counting, program
 
-from kvkeep.engine import batch, scheduler
+from kvkeep.engine import answer as scheduling
 from kvkeep.serve.engine import Engine
 
 
@@ -61,8 +61,7 @@ LEAST = 2.0
 @pytest.mark.parametrize("arrivals", [[1, 28], pytest.param(range(1, 29), marks=pytest.mark.soak(11))])
 def test_short_prompts_overtake_long_ones(arrivals: Iterable[int], say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """arrivals: chunks of a prompt of 29 that are read when the short one comes."""
-    for module in (batch, scheduler):
-        monkeypatch.setattr(module, "CHUNK", 16)
+    monkeypatch.setattr(scheduling, "CHUNK", 16)
     waits = Counter[int]()
     for before in arrivals:
         engine = Engine(small(), 10**9)

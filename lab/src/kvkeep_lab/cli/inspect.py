@@ -37,7 +37,9 @@ def inspect(
     from kvkeep.decode.prompt import encode, question
     from kvkeep.decode.texts import read_text
     from kvkeep.models.loading import load
-    from kvkeep.stock import STOCK, new_cache, requested
+    from kvkeep.policies.methods import requested
+    from kvkeep.policies.names import STOCK
+    from kvkeep.stock import new_cache
     from kvkeep_lab.inspection import inspect as run
     from kvkeep_lab.page import check_output, render, write_page
 

@@ -18,7 +18,7 @@ from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.adapter import processes
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.backing import Backed
+from kvkeep.stores.readers.backed import Backed
 from kvkeep.stores.resident.selected import Selected
 from kvkeep.stores.slots import compact
 

@@ -11,7 +11,7 @@ from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.readers.read_evicted import ReadEvicted
+from kvkeep.stores.layer import ReadEvicted
 from kvkeep_lab.published.redecoder import Redecoder
 from kvkeep_lab.published.split_heads import check_heads_together
 

@@ -26,9 +26,8 @@ from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.part import Site
 from kvkeep.memory.extent import Extent
-from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.backing import Backed
-from kvkeep.stores.readers.read_evicted import observe_evicted
+from kvkeep.stores.layer import Layer, observe_evicted
+from kvkeep.stores.readers.backed import Backed
 from kvkeep.stores.slots import compact
 from kvkeep_lab.published.by_hand import away, bring, halves, picked
 from kvkeep_lab.published.page_bounds import PAGE, Bounds

@@ -20,8 +20,8 @@ from torch import Tensor
 from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.policies.methods import resolve
-from kvkeep.stock import STOCK, requested
+from kvkeep.policies.methods import requested, resolve
+from kvkeep.policies.names import STOCK
 from kvkeep_lab.peers.engines import engine_of
 from kvkeep_lab.peers.servers import server_of
 from kvkeep_lab.reading import takes

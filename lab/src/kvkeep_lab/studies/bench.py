@@ -17,7 +17,7 @@ from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.fitting import listed
 from kvkeep.policies.methods import resolve
-from kvkeep.stock import STOCK
+from kvkeep.policies.names import STOCK
 from kvkeep_lab.limits import memory_rate, step_limit_ms, weight_bytes
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.peers.engines import LlamaCpp, engine_of

@@ -12,7 +12,8 @@ import torch
 from pydantic import AfterValidator, Field
 
 from kvkeep.geometry import ModelGeometry
-from kvkeep.stock import STOCK, new_cache
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import new_cache
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Count, MethodName, Study, Trial

@@ -15,7 +15,8 @@ from kvkeep.decode.generate import positions_of
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
-from kvkeep.stock import STOCK, new_cache
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import new_cache
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes

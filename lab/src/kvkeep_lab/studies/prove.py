@@ -23,7 +23,8 @@ from torch import Tensor
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.stock import STOCK, new_cache
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import new_cache
 from kvkeep_lab.answers import AnswerCase, ComparedAnswer, judged, written
 from kvkeep_lab.bits import greatest_difference, one_at_a_time
 from kvkeep_lab.partial import keeping

@@ -17,7 +17,8 @@ from pydantic import Field
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep.stock import memory_of, new_cache, requested
+from kvkeep.policies.methods import requested
+from kvkeep.stock import memory_of, new_cache
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.studies.base import BUDGET, BudgetText, Flag, OwnMethod, PlaceName, TextStudy, Trial, counted, text_of
 from kvkeep_lab.tables import Table, fixed, megabytes

@@ -16,7 +16,8 @@ from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
 from kvkeep.decode.prompt import encoding
 from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError, ran_out_of_memory, unknown
-from kvkeep.policies.methods import STOCK, names
+from kvkeep.policies.methods import names
+from kvkeep.policies.names import STOCK
 from kvkeep.stock import memory_of
 
 _NAME = re.compile(r"/[a-z]*")

@@ -10,7 +10,7 @@ from kvkeep.decode.chat import Conversation
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless
-from kvkeep.policies.request import Request
+from kvkeep.policies.methods import Request
 
 ASK = "ask"
 """Refuse the question, and name the ways to continue."""

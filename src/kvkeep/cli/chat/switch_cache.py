@@ -14,9 +14,9 @@ from kvkeep.cli.chat.state import Chat
 from kvkeep.decode.chat import Conversation
 from kvkeep.decode.generate import positions_of
 from kvkeep.errors import NotCarried, UsageError
-from kvkeep.policies.methods import resolve
-from kvkeep.policies.request import Request
-from kvkeep.stock import STOCK, new_cache, requested
+from kvkeep.policies.methods import Request, requested, resolve
+from kvkeep.policies.names import STOCK
+from kvkeep.stock import new_cache
 
 NONE = "none"
 """Word for no budget, system prompt or file."""

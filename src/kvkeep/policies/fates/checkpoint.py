@@ -9,7 +9,7 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.part import Site
 from kvkeep.contracts.store import EvictedStore
-from kvkeep.stores.evicted.in_order import InOrder
+from kvkeep.stores.in_order import InOrder
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Checkpointed(Fate):
     checkpoints: ClassVar[bool] = True
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        # With a selector that is not in order every step attends to the checkpoint (recalls/unnamed.py).
+        # With a selector that is not in order every step attends to the checkpoint (Everything).
         return InOrder(site)
 
 

@@ -9,7 +9,7 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.errors import BudgetError, UsageError
-from kvkeep.stores.readers.draft import DraftAndVerify
+from kvkeep.stores.readers.backed import DraftAndVerify
 from kvkeep.stores.readers.round import Round
 
 

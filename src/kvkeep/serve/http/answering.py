@@ -13,14 +13,14 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from kvkeep.engine.answer import Ask, TextPiece
-from kvkeep.engine.pieces import token_texts
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.pieces import TextPiece, token_texts
 from kvkeep.engine.token_spelling import special_ids
 from kvkeep.errors import EngineStopping
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.endless import endless_options
+from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import resolve
-from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field

@@ -14,7 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from kvkeep.decode.prompt import PromptText, prompt_text
-from kvkeep.engine.answer import Ask, TextPiece
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.session import Finished

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvkeep.blocks.store import UNSAVED, SessionInfo, Store
 from kvkeep.contracts.entries import EntryState
 from kvkeep.errors import SessionError, SessionUnwritable, UsageError
+from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import methods
-from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import json_response
 from kvkeep.serve.http.errors import APIError

@@ -18,13 +18,6 @@ from kvkeep.step.plan import Destination, FullPages, JoinedSpans, Span
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
-def rows_of(home: Place, spec: CheckpointSpec, beginning: bool = False) -> Rows:
-    """Return an empty store of rows for ``spec``. beginning: as of :class:`EntryCheckpoint`."""
-    if spec.capacity is None:
-        return PagedRows(home)
-    return RecentPages(spec.capacity, home) if beginning else Ring(spec.capacity, home)
-
-
 class EntryCheckpoint(Checkpoint):
     """A checkpoint of entries, (lanes, n, dim), in the order of their arrival, whatever their slots. beginning: whether
     it keeps the first block where its capacity is limited, so that :meth:`blocks` finds it."""
@@ -46,7 +39,13 @@ class EntryCheckpoint(Checkpoint):
         self.spec, self.home, self.capacity = spec, home, spec.capacity
         self.device, self.meter, self.page = device, meter, page
         self._full = {layer: FullPages() for layer in layers}
-        self._rows = {layer: (rows_of(home, spec, beginning), rows_of(home, spec, beginning)) for layer in layers}
+
+        def rows() -> Rows:
+            if spec.capacity is None:
+                return PagedRows(home)
+            return RecentPages(spec.capacity, home) if beginning else Ring(spec.capacity, home)
+
+        self._rows = {layer: (rows(), rows()) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):

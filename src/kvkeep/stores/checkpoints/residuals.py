@@ -15,10 +15,10 @@ from kvkeep.contracts.entries import Piece
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
+from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Rows
 from kvkeep.models.adapter import Adapter
-from kvkeep.stores.checkpoints.entries import rows_of
 from kvkeep.stores.checkpoints.replay import Replay
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
@@ -28,6 +28,7 @@ class ResidualCheckpoint(Checkpoint):
 
     by_token = True
     copies = False
+    capacity = None
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class ResidualCheckpoint(Checkpoint):
         meter: Meter,
         page: int,
     ) -> None:
-        self.home, self.capacity = home, spec.capacity
+        self.home = home
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
@@ -48,7 +49,7 @@ class ResidualCheckpoint(Checkpoint):
         self.anchors = geometry.residual_anchors(self.stride)
         self.spec = spec
         self._windows = [layer.window for layer in geometry.layers]
-        self._rows: dict[int, Rows] = {layer: rows_of(home, spec) for layer in self.anchors if layer > 0}
+        self._rows: dict[int, Rows] = {layer: PagedRows(home) for layer in self.anchors if layer > 0}
         self._replay: Replay | None = None
 
     @property
@@ -64,7 +65,7 @@ class ResidualCheckpoint(Checkpoint):
         self._drop()
         if from_ids or 0 in self._rows or 0 not in self.anchors:
             return
-        self._rows[0] = rows = rows_of(self.home, self.spec)
+        self._rows[0] = rows = PagedRows(self.home)
         for low in range(0, known, self.page):
             rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
 
@@ -97,7 +98,7 @@ class ResidualCheckpoint(Checkpoint):
             for low in range(0, stop, self.page):
                 yield low, self.adapter.embed(*self.ledger.span(low, min(low + self.page, stop)))
             return
-        for start, piece in rows.read(rows.first, stop):
+        for start, piece in rows.read(0, stop):
             for low in range(0, piece.shape[-2], self.page):
                 yield start + low, piece[:, low : low + self.page].to(device)
 
@@ -134,9 +135,6 @@ class ResidualCheckpoint(Checkpoint):
 
     # -- keeping ------------------------------------------------------------------------------------
 
-    def first(self, layer: int) -> int:
-        return self._rows[layer].first if layer in self._rows else 0
-
     def length(self, layer: int) -> int:
         return self.ledger.length
 
@@ -155,4 +153,4 @@ class ResidualCheckpoint(Checkpoint):
     def expect(self, names: set[str]) -> None:
         """Open the store of layer 0, which exists only where tokens came as embeddings."""
         if "residual.0" in names:
-            self._rows[0] = rows_of(self.home, self.spec)
+            self._rows[0] = PagedRows(self.home)

@@ -21,7 +21,8 @@ class CheckpointSpec:
     stride: int = 1
     """Layers per residual, for kind "residual"."""
     capacity: int | None = None
-    """Entries the checkpoint may hold; None: no limit. Beyond it the oldest are lost, and the cache is then lossy."""
+    """Entries that a checkpoint of kind "kv" may hold; None: no limit. Beyond it the oldest are lost, and the cache is
+    then lossy."""
     folder: str | None = None
     """The folder of a checkpoint on disk."""
 
@@ -38,12 +39,10 @@ class CheckpointSpec:
                 f"Checkpoint '{text}' is not understood: only 'residual' takes a stride, a whole number of layers "
                 "of at least 1 (residual:4)."
             )
-        if capacity is not None and (
-            capacity < 1 or not (kind == "kv" or (kind == "residual" and stride in ("", "1")))
-        ):
+        if capacity is not None and (capacity < 1 or kind != "kv"):
             raise UsageError(
-                "A capacity is at least 1 entry, and only checkpoint kinds 'kv' and 'residual' (stride 1) take "
-                "one: the other kinds need the earlier entries to rebuild the later ones."
+                "A capacity is at least 1 entry, and only checkpoint kind 'kv' takes one; give that kind, or leave the "
+                "capacity out."
             )
         if folder is not None and where != "disk":
             raise UsageError(

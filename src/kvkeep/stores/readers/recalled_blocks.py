@@ -25,9 +25,8 @@ from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.step.plan import LayerStep, Span
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
-from kvkeep.stores.layer import Layer
+from kvkeep.stores.layer import Layer, ReadEvicted
 from kvkeep.stores.readers.block_choice import BlockChoice
-from kvkeep.stores.readers.read_evicted import ReadEvicted
 
 
 class RecalledBlocks(ReadEvicted):

@@ -1,4 +1,5 @@
-"""Eviction: new entries of a bank are appended, replace the lowest-ranked entry, or compete with all entries.
+"""Eviction: new entries of a bank are appended, replace the lowest-ranked entry, or compete with all entries; before
+drafts, the resident entries are chosen again from all entries.
 
 A single new entry replaces the lowest-ranked one before attention, so a decoding step attends to the budget's entries,
 the new one included. The entries of a chunk are attended first, and then compete with the resident ones.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,3 +200,44 @@ def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) 
     extra, newest = (None if one is None else one.masked_fill(refused, 0) for one in (old.extra, old.newest))
     picked = None if scores is None else scores.gather(1, leaving)
     return EvictedEntries(keys, values, slots, picked, extra, newest, not new.unpadded or bank.gaps > 0)
+
+
+def reselect(
+    resident: Any, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    """Choose the entries of ``resident``, a :class:`~kvkeep.stores.resident.selected.Selected`, again from all slots,
+    by ``weights`` (lanes, slots), the attention that they received from ``queries`` queries. pick: returns keys and
+    values (n, dim) of single entries by lane and slot."""
+    slots = torch.arange(resident.length, dtype=torch.int32, device=weights.device).expand(len(weights), -1)
+    if (visible := resident.ledger.visible_by(resident.banks.heads)) is not None:
+        slots = slots.masked_fill(~visible[:, 0, 0, : resident.length], -1)
+        weights = weights.masked_fill(slots < 0, 0.0)
+    moves = [_choose(resident, bank, bank.of(slots), bank.of(weights), queries) for bank in resident.banks]
+    for bank, (lane, column, slot) in zip(resident.banks, moves, strict=True):
+        source = lane if bank.lanes is None else bank.lanes[lane]
+        bank.keys[lane, column], bank.values[lane, column] = pick(source, slot)
+
+
+def _choose(resident: Any, bank: Bank, slots: Tensor, weights: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Set the slots of ``bank``; return lane, column and slot of the entries that have to be fetched."""
+    lanes, columns, device = len(slots), bank.columns, slots.device
+    occupied = bank.slots >= 0
+    where = torch.where(occupied, bank.slots, resident.length).long()  # empty columns: the additional last place
+    scores = torch.zeros(lanes, resident.length + 1, device=device).scatter_(1, where, bank.scored())[:, :-1]
+    entries = resident.ranking.candidates(bank, slots, scores, resident.length, queries)
+    scores = resident.selector.observe(entries, weights, queries)
+    rank = resident.selector.rank(replace(entries, scores=scores)).float().masked_fill(slots < 0, float("-inf"))
+    best = rank.topk(min(columns, resident.length), dim=1, sorted=False)
+    wanted = torch.zeros(lanes, resident.length + 1, dtype=torch.bool, device=device)
+    wanted.scatter_(1, best.indices.masked_fill(best.values == float("-inf"), resident.length), True)
+    wanted[:, -1] = False
+    stays = wanted.gather(1, where)
+    wanted.scatter_(1, where.masked_fill(~stays, resident.length), False)  # only entries that return
+    lane, slot = wanted.nonzero(as_tuple=True)
+    column = stays.int().argsort(dim=1, stable=True)[lane, wanted.cumsum(1)[lane, slot] - 1]
+    bank.slots.masked_fill_(~stays, -1)
+    bank.slots[lane, column] = slot.int()
+    bank.scores = scores.gather(1, bank.slots.clamp(min=0).long())
+    bank.used = columns
+    bank.count_gaps()
+    return lane, column, slot

@@ -18,15 +18,14 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
-from kvkeep.step.plan import LayerStep, Span
+from kvkeep.step.plan import Destination, LayerStep, Span
 from kvkeep.stores.resident.banks import Bank, Banks
 from kvkeep.stores.resident.division import divide
 from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, replace_lowest
-from kvkeep.stores.resident.planning import plan
 
 
 class Selected(WorkingSet):
-    """The entries that ``selector`` ranks highest, up to ``budgets``; evicted ones go into ``store``.
+    """The entries that ``selector`` ranks highest, up to the budgets of ``site``; evicted ones go into ``store``.
 
     tail: columns behind these, for entries that wait for a decision of the round. adapter: the model's adapter, for a
     selector that looks ahead.
@@ -36,14 +35,13 @@ class Selected(WorkingSet):
         self,
         site: Site,
         selector: Selector,
-        budgets: Sequence[int],
         store: EvictedStore,
         tail: int = 0,
         adapter: Adapter | None = None,
     ) -> None:
         self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
         self.adapter = adapter
-        self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
+        self.banks = Banks(site.budgets, Device(site.device), site.ledger, site.meter, tail)
         scored = store.listens or store.merges or store.makes_room
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
@@ -140,7 +138,59 @@ class Selected(WorkingSet):
         return [Span(self.banks.banks[0].keys, self.banks.banks[0].values, 0, used)] if used else None
 
     def plan(self) -> LayerStep | None:
-        return plan(self)
+        """A step that evicts has no ranks yet, unless the selector's first scores follow from slots: a group of layers
+        is ranked at once."""
+        bank, selector = self.banks.banks[0], self.selector
+        if selector.scores_by_slot:
+            return self._plan_scored()
+        columns, used = bank.columns, bank.used
+        if not columns or self.banks.seen_by_all != used:
+            return None
+        if selector.scores_arrivals or selector.needs_kv or not selector.of_any_layer:
+            return None
+        evicts = used == columns
+        if evicts and columns < bank.budget:
+            return None
+        append = Destination(bank.keys, bank.values, used % columns, bank.slots, bank.scores)
+        share = self.store.plan(append, 0, evicts)
+        if share is None:
+            return None
+        evicted, evict, seen = share
+        spans = [*evicted, Span(bank.keys, bank.values, 0, used + (not evicts))]
+        return LayerStep(append, self.length, evict=evict, attend=spans, seen=seen)
+
+    def _plan_scored(self) -> LayerStep | None:
+        """Return the step of a selector whose scores of new entries are known before their keys. Lanes may have
+        different budgets."""
+        slot, parts = self.length, list[LayerStep]()
+        if self.window != 0 or self.selector.needs_kv or self.ledger.visible is not None:
+            return None
+        for bank in self.banks:
+            grows = bank.used == bank.columns < bank.budget
+            if not bank.columns or bank.gaps or bank.extra is not None or grows:
+                return None
+        slots = torch.full((self.banks.lanes, 1), slot, dtype=torch.int32, device=self.banks.banks[0].slots.device)
+        entries = self.ranking.candidates(None, slots, None, slot + 1, 1)
+        arriving = self.selector.arrive(entries, self.banks.banks[0].keys).float()
+        for bank in self.banks:
+            evicts = bank.used == bank.columns
+            bank.scores = bank.scored().contiguous()  # a selector may return an expanded tensor
+            scores, ranks = bank.of(arriving).contiguous(), None
+            if evicts:
+                ranks = self.ranking.of(bank, slot + 1).contiguous()
+                ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
+            oldest = self.selector.may_tie or self.ranking.scored
+            for first_lane, lanes, keys, values in bank.runs:
+                append = Destination(keys, values, bank.used % bank.columns, bank.slots[lanes], bank.scores[lanes])
+                share = self.store.plan(append, first_lane, evicts)
+                if share is None:
+                    return None
+                (evicted, evict, seen), by = share, None if ranks is None else ranks[lanes]
+                spans = [*evicted, Span(keys, values, 0, bank.used + (not evicts))]
+                fresh = scores[lanes].flatten()
+                parts.append(LayerStep(append, slot, by, oldest, fresh, evict, spans, seen, first_lane=first_lane))
+        first, *others = sorted(parts, key=lambda part: part.first_lane)
+        return first._replace(others=others) if others else first
 
     def commit(self) -> None:
         if any(bank.used == bank.columns for bank in self.banks):

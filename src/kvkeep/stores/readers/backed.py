@@ -1,32 +1,139 @@
-"""The reader of draft and verify: drafts attend to the resident entries.
+"""Readers of a layer whose checkpoint holds every entry, resident or not, in the order of the text.
 
-In an exact pass attention runs over the backing, page by page, and the new entries. In a draft pass it runs over the
-resident entries, the store of evicted ones, and the drafted ones. These are in the *tail*: columns behind the resident
-ones, part of the budget. A verifying pass is an exact one. Its entries replace the drafted ones in the tail, until the
-round decides how many of them stay.
+The checkpoint has every entry before it is evicted. An exact pass therefore attends to the checkpoint, page by page,
+and to the new entries, so that no entry counts twice. The attention of resident entries only updates their scores.
 
-An entry may become resident again when attention returns to it: after a wrong draft, the resident entries are chosen
-anew from all entries, by the attention of the verified tokens.
+:class:`ReadCheckpoint` makes every pass exact. Sums in floating point depend on their order. As the checkpoint has the
+order of the text, attention gives the bits of the unbounded cache, whatever the selector keeps resident.
+
+:class:`DraftAndVerify` makes one exact pass a round. In a draft pass it attends to the resident entries, the store of
+evicted ones, and the drafted ones. These are in the *tail*: columns behind the resident ones, part of the budget. The
+entries of a verifying pass replace the drafted ones in the tail, until the round decides how many of them stay. An
+entry may become resident again when attention returns to it: after a wrong draft, the resident entries are chosen anew
+from all entries, by the attention of the verified tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import attend, received
+from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.part import Site
+from kvkeep.contracts.recall import Reader
+from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import nbytes
-from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.backing import Backed, attended_exactly
+from kvkeep.stores.layer import Layer, observe_evicted
 from kvkeep.stores.readers.round import Round, RoundPhase
-from kvkeep.stores.resident.reselection import reselect
+from kvkeep.stores.resident.eviction import reselect
 
 VOTERS = 32
 """The maximum number of queries that are kept to choose the resident entries anew."""
+
+
+class Backed(Reader):
+    """A reader of a layer whose checkpoint holds every entry."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.checkpoint is not None
+        self.checkpoint, self.index = site.checkpoint, site.layer.index
+
+    @property
+    def first(self) -> int:
+        """The first slot that the checkpoint still has; earlier slots are lost."""
+        return self.checkpoint.first(self.index)
+
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
+        if mapped:
+            self.checkpoint.adopt(self.index, keys, values)
+        else:
+            self.checkpoint.append(self.index, keys, values)
+
+    def past(self, layer: Layer) -> Iterator[Piece]:
+        yield from self.checkpoint.pieces(self.index, layer.length)
+
+    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
+        """Return the states; entries that the store dropped are checkpointed, except lost ones."""
+        evicted = evicted.masked_fill(evicted == EntryState.DROPPED, EntryState.CHECKPOINTED)
+        lost = evicted[..., : self.first]
+        lost.masked_fill_(lost == EntryState.CHECKPOINTED, EntryState.DROPPED)
+        return evicted
+
+    def truncate(self, layer: Layer, length: int) -> None:
+        self.checkpoint.truncate(self.index, min(length, layer.length))
+
+    def check(self, extent: Extent) -> None:
+        if self.checkpoint.length(self.index) != extent.slots:
+            raise ShapeError("entries are missing in the checkpoint")
+
+    def segments(
+        self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None
+    ) -> Iterator[Segment]:
+        """Yield all entries, a piece at a time. keep: (lanes, slots) bool, the wanted entries."""
+        if layer.length:
+            for piece in self.checkpoint.pieces(self.index, layer.length, lazy=keep is None):
+                yield layer.segment(piece, step, wide, keep)
+
+    def everything(self, layer: Layer, step: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """Return attention over all entries, pending ones included, and its log-sum-exp."""
+
+        def segments() -> Iterator[Segment]:
+            yield from self.segments(layer, step, wide=step.wide(layer.length))
+            if layer.pending is not None:
+                yield step.arriving()
+
+        return attend(step.query, segments(), step.scaling, origin=layer.origin)
+
+    def attend_exactly(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        """Attend to all entries, let the selector and the store learn the attention, and settle the new entries."""
+        output, lse = self.everything(layer, step)
+        attended_exactly(layer, step, output, lse)
+        if step.last:
+            layer.finish()
+        return output
+
+
+def attended_exactly(layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
+    """Let the selector and the store learn the attention of a step over all entries: resident, evicted and new."""
+    resident, store = layer.resident, layer.evicted
+    wide = step.wide(layer.length)
+    if step.brings_entries:
+        store.begin(resident)
+    resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces()] if resident.observes else []
+    resident.observe(step, lse, resident_segments, layer.pending, layer.length)
+    if store.listens:
+        pieces = store.pieces(step.query, resident, layer.length)
+        observe_evicted(layer, step, lse, [layer.segment(piece, step, wide) for piece in pieces])
+    store.attended(step, output, resident)
+
+
+class ReadCheckpoint(Backed):
+    """Attends to the checkpoint and to the new entries. After the first eviction, the attention of resident entries
+    only updates their scores."""
+
+    def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        if layer.attends_settled(step):
+            layer.settle()
+        return self.attend_exactly(layer, step)
+
+    def segments(
+        self, layer: Layer, step: AttentionInputs, keep: Tensor | None = None, wide: Tensor | None = None
+    ) -> Iterator[Segment]:
+        """Yield all entries: the resident ones before the first eviction, else those of the checkpoint. A checkpoint of
+        limited capacity has lost its oldest entries; lost entries that are resident are yielded, too."""
+        if (piece := layer.resident.whole_text()) is not None:
+            yield layer.segment(piece, step, wide)
+            return
+        if self.first:
+            lost = (torch.arange(layer.length, device=layer.device) < self.first).expand(len(step.query), -1)
+            for piece in layer.resident.pieces():
+                yield layer.segment(piece, step, wide, lost)
+        yield from super().segments(layer, step, keep, wide)
 
 
 @dataclass(frozen=True)
@@ -53,7 +160,7 @@ class DraftAndVerify(Backed):
 
     def chooses(self, layer: Layer) -> bool:
         """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
-        only the backing has evicted entries, and reading it takes no computation."""
+        only the checkpoint has evicted entries, and reading it takes no computation."""
         store, selector = layer.evicted, layer.resident.selector
         only_backed = not (store.keeps or store.makes_room)
         return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv

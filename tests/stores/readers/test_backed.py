@@ -1,4 +1,5 @@
-"""A selector with a checkpoint: attention reads the checkpoint in the order of the text, whatever is resident."""
+"""A checkpoint of every entry: attention reads it in the order of the text, whatever is resident; and a round without
+any accepted token leaves no trace, and what is resident is chosen anew."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import new_cache
 from families import tiny
-from helpers import assert_near, bounded, expected, padded, prompt, read, step
+from helpers import PROMPT, assert_near, bounded, expected, forward, padded, prompt, read, step
 
 from kvkeep import KeepCache
 from kvkeep.attention.inputs import AttentionInputs
@@ -44,16 +46,15 @@ def test_nothing_is_rebuilt_while_everything_is_resident(monkeypatch: pytest.Mon
     assert len(rebuilt) == 4
 
 
-@pytest.mark.parametrize("kind", ["kv", "residual"])
-def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
+def test_a_full_checkpoint_loses_its_oldest_and_says_so() -> None:
     """Each step then attends, once, to whatever is still somewhere."""
     spec, ids, seen = "streaming-llm:positions=absolute+checkpoint", prompt(1, 60), []
-    cache = KeepCache(tiny("llama"), spec, BUDGET, checkpoint=kind, capacity=20)
+    cache = KeepCache(tiny("llama"), spec, BUDGET, capacity=20)
     step("llama", cache, ids[:, :20])
     assert cache.exactness == "exact"
     step("llama", cache, ids[:, 20:40])
     assert cache.exactness == "lossy"
-    layer = bounded(cache)[1]  # the first one's residuals follow from the ids, which are all there
+    layer = bounded(cache)[1]
     assert layer.resident.resident_slots()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
@@ -66,8 +67,7 @@ def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
 
     layer.segment = segment  # type: ignore[method-assign]
     step("llama", cache, ids[:, 40:52])
-    # Residuals are written when a layer is entered, over the oldest: 20 to 31 are gone, but 28 to 31 are resident.
-    assert sorted(seen) == [*range(4), *range(20 if kind == "kv" else 28, 40)]
+    assert sorted(seen) == [*range(4), *range(20, 40)]
     codes = cache.entry_states()[1][0, 0]
     assert (codes[:4] == EntryState.RESIDENT).all() and (codes[4:32] == EntryState.DROPPED).all()
     assert (codes[32:] != EntryState.DROPPED).all()
@@ -79,3 +79,53 @@ def test_a_budget_of_nothing_and_rows_with_padding() -> None:
         cache = KeepCache(tiny("llama"), "tova+checkpoint:kv", budget, chunk=7)
         assert_near(read("llama", cache, ids, mask, 10), expected("llama", ids, mask)[:, -11:])
         assert (cache.memory().resident_bytes == 0) == (budget == 0)
+
+
+def kept(cache: KeepCache) -> dict[str, torch.Tensor]:
+    states = (layer.state() for layer in cache.layers)
+    return {f"{number}.{name}": tensor for number, state in enumerate(states) for name, tensor in state.items()}
+
+
+def test_drafts_change_nothing_that_is_kept() -> None:
+    """Scores, resident entries and checkpoints are those of committed tokens: a round without any leaves no trace."""
+    cache = new_cache("h2o+verified, residual", "llama")
+    assert cache.round is not None
+    step("llama", cache, prompt())
+    cache.round.draft()
+    step("llama", cache, torch.tensor([[4]]))  # now the resident entries are chosen
+    before = {name: tensor.clone() for name, tensor in kept(cache).items()}
+    for token in (5, 6, 7):
+        step("llama", cache, torch.tensor([[token]]))
+    assert [layer.reader.waiting for layer in bounded(cache)] == [4] * 4
+    cache.round.retract()
+    held = kept(cache)
+    assert held.keys() == before.keys()
+    for name, tensor in before.items():
+        if name.endswith(("keys", "values")):  # behind the columns is the tail
+            columns = held[name.rpartition(".")[0] + ".slots"].shape[1]
+            assert torch.equal(held[name][:, :columns], tensor[:, :columns]), name
+        else:
+            assert torch.equal(held[name], tensor), name
+    assert cache.get_seq_length() == PROMPT and cache.ledger.length == PROMPT
+    assert all(rows.length == PROMPT for _, rows in cache.checkpoint_rows())
+
+
+def test_entries_return_to_which_attention_returns() -> None:
+    """Before a draft the resident entries are those that the selector ranks highest among all."""
+    cache, full = KeepCache(tiny("llama"), "tova+verified:3", 16, checkpoint="kv", where="host"), tiny("llama")
+    assert cache.round is not None
+    step("llama", cache, prompt())
+    cache.round.draft()
+    step("llama", cache, torch.tensor([[5]]))
+    kept_attention = full.config._attn_implementation
+    try:
+        full.set_attn_implementation("eager")
+        weights = forward(full, None, prompt(), output_attentions=True).attentions
+    finally:
+        full.set_attn_implementation(kept_attention)
+    for layer, attention in zip(bounded(cache), weights, strict=True):
+        last = attention[0, :, -1].mean(0)  # TOVA: the last query, mean over heads
+        (bank,) = layer.resident.banks
+        expected = set(last.topk(bank.columns).indices.tolist())
+        assert all(set(row.tolist()) == expected for row in bank.slots)
+    cache.round.retract()
