@@ -29,8 +29,7 @@ model: $(USED)
 # takes nothing in it for its own. A $ is $$, as everywhere in make.
 demo: $(USED)
 	@$(BIN)/kvkeep demo $${DOC:+--doc "$$DOC"} $${QUESTION:+--question "$$QUESTION"} $${EXPECT:+--expect "$$EXPECT"} \
-	  $${BUDGET:+--budget "$$BUDGET"} $${MODEL:+--model "$$MODEL"} $${CHECKPOINT:+--checkpoint "$$CHECKPOINT"} \
-	  $${WHERE:+--where "$$WHERE"}
+	  $${BUDGET:+--budget "$$BUDGET"} $${MODEL:+--model "$$MODEL"}
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

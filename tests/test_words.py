@@ -40,7 +40,6 @@ BANNED = frozenset(
     ]
 )
 LEFT: dict[str, int] = {
-    "kvkeep/blocks": 1,
     "kvkeep_lab": 3,
     "kvkeep_lab/published": 5,
     "kvkeep_lab/studies": 5,

@@ -112,6 +112,10 @@ class SessionUnwritable(SessionError):
     """The file of a session could not be written (full disk, read-only folder)."""
 
 
+class NoStore(UsageError, SessionUnwritable):
+    """A folder is no store of sessions, and cannot become one (other files, another version)."""
+
+
 class SessionVersion(SessionError):
     """Another version of kvkeep has saved the session; it is neither read nor changed."""
 

@@ -26,7 +26,7 @@ from storing import TURNS, check_whole, files, model, store_text
 
 from kvkeep import KvkeepError, SessionError
 from kvkeep.blocks import archive
-from kvkeep.blocks.block_file import HEADER, checksum, described, parse
+from kvkeep.blocks.folder import HEADER, checksum, described, parse
 from kvkeep.blocks.references import decode, encode
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
@@ -265,23 +265,3 @@ def test_what_is_no_file_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SessionError, match="cannot be read: permission denied"):
         archive.add(tmp_path / "closed", store, NAME)
     assert not store.folder.exists()
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(
-    exported: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the check, other bytes take the place of a block's."""
-    source, store = tmp_path / "in", Store(tmp_path / "store")
-    source.write_bytes(exported["kv-direct"])
-    changed = block_changed(exported["kv-direct"], random.Random(1))
-    checked = archive._checked
-
-    def and_changed(*given: Any) -> Any:
-        result = checked(*given)
-        source.write_bytes(changed)
-        return result
-
-    monkeypatch.setattr(archive, "_checked", and_changed)
-    with pytest.raises(SessionError, match="changed while it was imported|is damaged"):
-        archive.add(source, store, NAME)
-    assert not [path for path in files(store.folder) if path.suffix in (".block", ".json")]

@@ -14,9 +14,8 @@ import torch
 from storing import IDS, METHODS, files, following, model, next_logits, store_text
 
 from kvkeep import SessionError, UsageError, load_session
-from kvkeep.blocks.marked_folder import MARKER
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import Store
+from kvkeep.blocks.store import MARKER, Store
 
 CASES = 60
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.blocks.block_file import HEADER, MAGIC, encode
-from kvkeep.blocks.folder import LOCK, BlockFolder, BlockName
+from kvkeep.blocks.folder import HEADER, LOCK, MAGIC, BlockFolder, BlockName, encode
 from kvkeep.errors import BlockDamaged, BlockMissing, StoreError
 from kvkeep.memory.places import Device, place
 

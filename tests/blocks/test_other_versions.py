@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 from kvkeep import SessionError, UsageError, save_session
 from kvkeep.blocks import archive
-from kvkeep.blocks.marked_folder import MARKER
 from kvkeep.blocks.references import decode, encode
 from kvkeep.blocks.sessions import StoredSession
-from kvkeep.blocks.store import Store
+from kvkeep.blocks.store import MARKER, Store
 from kvkeep.blocks.verify import verify
 from kvkeep.cli.cache import app
 from kvkeep.errors import SessionUnwritable, SessionVersion
@@ -86,7 +85,7 @@ def test_a_session_of_another_version_is_refused_and_stays(what: str, tmp_path: 
             work()
         assert len(str(refused.value).splitlines()) == 1
     found = verify(store)
-    assert found.sound and len(found.other_version) == 1 and "another version" in found.other_version[0]
+    assert not found.damaged and len(found.other_version) == 1 and "another version" in found.other_version[0]
     listed = CliRunner().invoke(app, ["list", "--sessions", str(store.folder)])
     assert listed.exit_code == 0 and "of another version" in listed.output
     assert CliRunner().invoke(app, ["check", "--sessions", str(store.folder)]).exit_code == 0
@@ -118,7 +117,7 @@ def test_blocks_of_another_version_are_missed_and_stay(name: str, tmp_path: Path
     with StoredSession(store, NAME) as stored:
         assert stored.load(model(), "tokenizer").cache.get_seq_length() == 0
     found = verify(store)
-    assert found.sound and not found.blocks and len(found.other_version) == len(paths)
+    assert not found.damaged and not found.blocks and len(found.other_version) == len(paths)
     assert "Another version of kvkeep has written it (kvblock2)." in found.other_version[0]
     assert content(tmp_path) == before
     for path in paths:

@@ -13,9 +13,9 @@ from helpers import prompt, step
 from kvkeep import KeepCache, Session, SessionError, UsageError
 from kvkeep.blocks import references
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.names import session_key
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import ABANDONED_S, Store
+from kvkeep.blocks.text import session_key
 
 
 def saved(store: Store, *names: str, length: int = 20) -> Store:

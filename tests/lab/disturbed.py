@@ -23,7 +23,7 @@ import httpx
 from disk_faults import DiskFaults
 from running import TEXT, Program, bearer, program, raw, streamed
 
-from kvkeep.blocks.marked_folder import MARKER
+from kvkeep.blocks.store import MARKER
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"method": "full"},

@@ -26,7 +26,7 @@ from living import descendants, living, until
 from results import small, stored
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
-from kvkeep.files.atomic import owner
+from kvkeep.files import owner
 
 
 class Killed(Match):

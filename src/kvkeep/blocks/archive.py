@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from kvkeep.blocks.block_file import described, parse
-from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.names import session_key
+from kvkeep.blocks.folder import BlockName, described, parse
 from kvkeep.blocks.references import MAX_BYTES, MAX_GENERATION, checked, decode, encode
 from kvkeep.blocks.store import Store, keys_of
+from kvkeep.blocks.text import session_key
 from kvkeep.budget import size
 from kvkeep.errors import (
     BlockDamaged,
@@ -30,14 +29,12 @@ from kvkeep.errors import (
     UsageError,
     reason_of,
 )
-from kvkeep.files.atomic import write_whole
-from kvkeep.files.private import open_file
+from kvkeep.files import open_file, write_whole
 
 MAGIC = b"kvsess03"
 HEAD = struct.Struct("<8sQ")
 """Magic, and the bytes of the reference."""
 _DIGEST_BYTES = 32
-_PIECE_BYTES = 2**20
 
 
 def export(store: Store, name: str, target: Path) -> int:
@@ -77,15 +74,16 @@ def export(store: Store, name: str, target: Path) -> int:
 
 
 def add(source: Path, store: Store, name: str) -> int:
-    """Import the session in the file ``source`` under a new name; return how many of its blocks the file lacks.
-    Everything is checked before anything is written. Raises SessionError, and UsageError if there is such a session."""
+    """Import the session in the file ``source`` under a new name; return how many of its blocks the file lacks. Nothing
+    is left of a file whose bytes are not those that were exported. Raises SessionError, and UsageError if there is such
+    a session."""
     store.path(name)
-    with _explaining(source), _opened(source) as (file, length):
-        about, saves = _checked(file, length)
+    with _explaining(source), _opened(source) as file:
+        about, saves = _header(file)
         space, state = store.space(name), about["state"]
-        if store.quota is not None and length > store.quota:
+        if store.quota is not None and file.end > store.quota:
             raise SessionError(
-                f"The session takes {size(length)}, more than the quota of {size(store.quota)}; name another folder."
+                f"The session takes {size(file.end)}, more than the quota of {size(store.quota)}; name another folder."
             )
         with store.open(name) as reference:
             if reference.saves:
@@ -94,12 +92,14 @@ def add(source: Path, store: Store, name: str) -> int:
                 state = session_key()
             missing, written = keys_of(about), list[BlockName]()
             try:
-                for key, content in _blocks(file, length, about):
+                for key, content in _blocks(file, sorted(missing)):
                     block = BlockName(space, state if key == about["state"] else key)
                     missing.remove(key)
+                    tensors = parse(content, key)
                     if not store.blocks.size(block):
                         written.append(block)
-                        store.blocks.write(block, parse(content, key))
+                        store.blocks.write(block, tensors)
+                file.check()
                 reference.saves = saves - 1
                 reference.commit(about | {"state": state})
             except BaseException:
@@ -110,64 +110,63 @@ def add(source: Path, store: Store, name: str) -> int:
     return len(missing)
 
 
-def _checked(file: BinaryIO, length: int) -> tuple[dict[str, Any], int]:
-    """Return the data of the reference and its number of saves, after reading all blocks and comparing all
-    checksums."""
-    header, digest = _header(file, length), blake2b(digest_size=_DIGEST_BYTES)
-    file.seek(0)
-    for place in range(0, length - _DIGEST_BYTES, _PIECE_BYTES):
-        digest.update(_read(file, min(_PIECE_BYTES, length - _DIGEST_BYTES - place)))
-    if _read(file, _DIGEST_BYTES) != digest.digest():
-        raise ValueError("another digest")
-    about, saves = checked(header["about"]), header["saves"]
-    if type(saves) is not int or not 0 < saves <= MAX_GENERATION:
-        raise ValueError("a number of saves")
-    for key, content in _blocks(file, length, about):
-        parse(content, key)
-    return about, saves
+class _Source:
+    """An exported file, which is read once and in order. Raises EOFError where it ends too early."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.end = file, os.fstat(file.fileno()).st_size - _DIGEST_BYTES
+        self._digest = blake2b(digest_size=_DIGEST_BYTES)
+
+    def read(self, count: int) -> bytearray:
+        """Return the next ``count`` bytes."""
+        if count > self.end - self.file.tell():  # before memory is taken for them
+            raise EOFError
+        content = bytearray(count)
+        if self.file.readinto(content) != count:  # type: ignore[attr-defined]
+            raise EOFError
+        self._digest.update(content)
+        return content
+
+    def check(self) -> None:
+        """Compare the digest of all that was read. Raises ValueError."""
+        if self.file.read() != self._digest.digest():
+            raise ValueError("another digest")
 
 
-def _header(file: BinaryIO, length: int) -> dict[str, Any]:
-    """Return the data of the reference; leave ``file`` at the first block."""
-    file.seek(0)
-    magic, count = HEAD.unpack(_read(file, HEAD.size))
+def _header(file: _Source) -> tuple[dict[str, Any], int]:
+    """Return the data of the reference and its number of saves."""
+    magic, count = HEAD.unpack(file.read(HEAD.size))
     if magic[:6] != MAGIC[:6]:
         raise ValueError("another magic")
     if magic != MAGIC:
         raise SessionVersion("it is of another version of kvkeep; import it with that version.")
-    if count > min(MAX_BYTES, length):
+    if count > MAX_BYTES:
         raise ValueError("a size")
-    return decode(bytes(_read(file, count)))[0]
+    header = decode(bytes(file.read(count)))[0]
+    about, saves = checked(header["about"]), header["saves"]
+    if type(saves) is not int or not 0 < saves <= MAX_GENERATION:
+        raise ValueError("a number of saves")
+    return about, saves
 
 
-def _blocks(file: BinaryIO, length: int, about: dict[str, Any]) -> Iterator[tuple[str, bytearray]]:
-    """Yield name and content of each block: in order, and none but those of the reference."""
-    _header(file, length)
-    keys, last, place = keys_of(about), "", file.tell()
-    while place < length - _DIGEST_BYTES:
-        name, count = described(file)
-        if place + count > length - _DIGEST_BYTES or name not in keys or name <= last:
+def _blocks(file: _Source, keys: Sequence[str]) -> Iterator[tuple[str, bytearray]]:
+    """Yield name and content of each block: in the order of ``keys``, and no others."""
+    expected = iter(keys)
+    while (place := file.file.tell()) < file.end:
+        name, count = described(file.file)
+        if name not in expected:  # it also takes the keys before it, which the file lacks
             raise ValueError("another block")
-        file.seek(place)
-        yield name, _read(file, count)
-        last, place = name, place + count
-        file.seek(place)
-
-
-def _read(file: BinaryIO, count: int) -> bytearray:
-    content = bytearray(count)
-    if file.readinto(content) != count:  # type: ignore[attr-defined]
-        raise EOFError
-    return content
+        file.file.seek(place)
+        yield name, file.read(count)
 
 
 @contextmanager
-def _opened(source: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file that is there, and yield it and its bytes. Raises SessionError and OSError."""
+def _opened(source: Path) -> Iterator[_Source]:
+    """Open a file that is there. Raises SessionError and OSError."""
     if not source.is_file():  # opening a pipe would wait
         raise SessionError(f"There is no file '{source}'.")
     with source.open("rb") as file:
-        yield file, os.fstat(file.fileno()).st_size
+        yield _Source(file)
 
 
 @contextmanager

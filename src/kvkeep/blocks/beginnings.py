@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.names import chain, origin, state_key, tail_key
-from kvkeep.blocks.text import NAME_OF_IDS, Block, TextRows, entry_forms, forms
+from kvkeep.blocks.text import NAME_OF_IDS, Block, TextRows, chain, entry_forms, forms, origin, state_key, tail_key
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix

@@ -1,44 +1,179 @@
 """A folder of blocks, one file each. Several programs may share it and its quota.
 
+A block is a set of named tensors. Its file has a header of fixed size (magic, length and CRC-32 of the description),
+the description (JSON), and the tensors, each at a multiple of :data:`ALIGNMENT` bytes. The description has the block's
+name, so that a file under another name is refused, the :func:`checksum` of all tensors, and for every tensor its dtype,
+shape and offset. A file is read into memory of this process: nothing that happens to it later changes the tensors.
+
 Files are written atomically and never change. A file's modification time is the last use of the block. A writer holds
 a lock until its block is written, and counts the bytes of all files unless it was the last writer, so that the quota is
-never exceeded. At the quota the least recently used blocks are removed. Programs that use a block have read it into
-their own memory. What else lies in the folder is neither counted nor removed, and no link in it is followed.
+never exceeded. At the quota the least recently used blocks are removed. What else lies in the folder is neither counted
+nor removed, and no link in it is followed.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import secrets
 import stat
+import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from kvkeep.blocks.block_file import Content, encode, parse, read
-from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, reason_of
-from kvkeep.files.atomic import sync_name, write_whole
-from kvkeep.files.private import as_file, check_kind, is_file, make_folder, wait_for_lock
+from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, ran_out_of_memory, reason_of
+from kvkeep.files import check_kind, is_file, make_folder, open_file, sync_name, wait_for_lock, write_whole
 from kvkeep.memory.places import MEMORY, Place
 
+MAGIC = b"kvblock3"
+_OTHER_VERSION = re.compile(rb"kvblock[0-9]")
+HEADER = struct.Struct("<8sII")
+"""Magic, bytes of the description, and its CRC-32."""
+ALIGNMENT = 64
+MAX_DESCRIPTION = 1 << 24
+"""The maximum number of bytes of a description: a tensor takes about 60 of them."""
+COLUMNS = 8191
+"""Columns of words that a checksum sums."""
+_DTYPES = {
+    str(one).removeprefix("torch."): one
+    for one in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
+    )
+}
+Content = np.ndarray[Any, np.dtype[np.uint8]]
+"""The bytes of a block's file."""
 SUFFIX = ".block"
 LOCK = "bytes"
 """The name of the file that a writer locks, with a random mark of the last one; part of the store's format."""
 _MARK_BYTES = 16
 FREED_SHARE = 16
 """At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
-SKEW_NS = 86400 * 10**9
-"""A use that lies further in the future than this was noted by a clock that was wrong."""
-FOREVER_S = 1e12
-"""Seconds after which a use is no longer distinguished from an earlier one."""
 _KEY = re.compile(r"[0-9a-fx][0-9a-f]+")
+
+
+# -- a block as a file --------------------------------------------------------------------------------------
+
+
+def encode(name: str, tensors: Mapping[str, Tensor]) -> tuple[bytes, memoryview]:
+    """Return the content of a block's file in two pieces."""
+    table: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    place = 0
+    for key, tensor in tensors.items():
+        table[key] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), place)
+        place += _up(tensor.nbytes)
+    data = np.zeros(place, np.uint8)
+    for tensor, (_, _, start) in zip(tensors.values(), table.values(), strict=True):
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data[start : start + len(content)] = content
+    about = {"name": name, "bytes": place, "checksum": checksum(data), "tensors": table}
+    description = json.dumps(about, separators=(",", ":")).encode()
+    head = HEADER.pack(MAGIC, len(description), zlib.crc32(description)) + description
+    head += bytes(_up(len(head)) - len(head))
+    return head, data.data
+
+
+def checksum(data: Content) -> int:
+    """Return the checksum of bytes, whose number is a multiple of 8: the CRC-32 of the sums of :data:`COLUMNS` columns
+    of 64-bit words. A changed word always changes a sum.
+    COLUMNS is a prime, so that a page of memory that is moved adds to other columns."""
+    words = data.view("<u8")
+    rows = len(words) // COLUMNS * COLUMNS
+    sums = np.add.reduce(words[:rows].reshape(-1, COLUMNS), axis=0, dtype=np.uint64)
+    return zlib.crc32(words[rows:].tobytes(), zlib.crc32(sums.tobytes()))
+
+
+def read(path: Path, home: Place) -> Content:
+    """Return the content of a block's file, in new memory of ``home``, which maps. Raises OSError if the file cannot be
+    read, StoreError if there is no memory for it, and BlockDamaged for a file that is none of kvkeep's."""
+    with os.fdopen(open_file(path), "rb") as file:
+        there, (_, length) = os.fstat(file.fileno()).st_size, described(file)
+        if length != there:
+            raise BlockDamaged("is truncated" if length > there else "is longer than was written")
+        content: Content = home.allocate((length,), torch.uint8).numpy()
+        file.seek(0)
+        if file.readinto(content.data) != length:
+            raise BlockDamaged("is truncated")
+    return content
+
+
+def parse(content: Content | bytearray, name: str) -> dict[str, Tensor]:
+    """Return the tensors of the content of a block's file, as views of it, after comparing the checksums. Raises
+    BlockDamaged if they are not those that were written under ``name``."""
+    data: Content = np.frombuffer(content, np.uint8)
+    about, start = _description(data[: HEADER.size].tobytes(), lambda size: data[HEADER.size :][:size].tobytes())
+    try:
+        return _described(data, about, name, start)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise BlockDamaged("has another description than kvkeep writes") from error
+
+
+def described(file: BinaryIO) -> tuple[str, int]:
+    """Return the name of a block, and the bytes that its file should have; ``file`` is at its beginning. Raises
+    BlockDamaged, and BlockVersion."""
+    about, start = _description(file.read(HEADER.size), file.read)
+    try:
+        return str(about["name"]), start + int(about["bytes"])
+    except (LookupError, ValueError, TypeError, OverflowError) as error:
+        raise BlockDamaged("has another description than kvkeep writes") from error
+
+
+def _description(header: bytes, read: Callable[[int], bytes]) -> tuple[Any, int]:
+    """Return the description behind ``header``, of which ``read`` returns so many bytes, and the place of the tensors.
+    Raises BlockDamaged."""
+    if len(header) < HEADER.size:
+        raise BlockDamaged("is truncated")
+    magic, length, digest = HEADER.unpack(header)
+    if magic != MAGIC and _OTHER_VERSION.fullmatch(magic):
+        raise BlockVersion(f"Another version of kvkeep has written it ({magic.decode()}).")
+    if magic != MAGIC or length > MAX_DESCRIPTION:
+        raise BlockDamaged("has another header than kvkeep writes")
+    description = read(length)
+    if len(description) != length or zlib.crc32(description) != digest:
+        raise BlockDamaged("has another header than kvkeep writes")
+    try:
+        return json.loads(description), _up(HEADER.size + length)
+    except (ValueError, RecursionError) as error:
+        raise BlockDamaged("has another description than kvkeep writes") from error
+
+
+def _described(content: Content, about: Any, name: str, start: int) -> dict[str, Tensor]:
+    if about["name"] != name:
+        raise BlockDamaged(f"is that of the block '{about['name']}'")
+    if len(content) != start + about["bytes"]:
+        raise BlockDamaged("is truncated")
+    if checksum(content[start:]) != about["checksum"]:
+        raise BlockDamaged("has other bytes than were written")
+    tensors = {}
+    for key, (dtype, shape, place) in about["tensors"].items():
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or not 0 <= place <= len(content) - start:
+            raise ValueError("a shape")
+        if not count:
+            tensors[key] = torch.empty(shape, dtype=_DTYPES[dtype])
+            continue
+        tensors[key] = torch.frombuffer(content, dtype=_DTYPES[dtype], count=count, offset=start + place).view(shape)
+    return tensors
+
+
+def _up(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+# -- the folder ----------------------------------------------------------------------------------------------
 
 
 class BlockName(NamedTuple):
@@ -167,17 +302,8 @@ class BlockFolder:
         """Return the names of all blocks, or of those that were not used for ``unused_s`` seconds, the least recently
         used first."""
         until = math.inf if unused_s is None else time.time_ns() - unused_s * 1e9
-        paths = [Path(path) for used, _, path in self._by_use() if used < until]
+        paths = [path for used, _, path in self._by_use() if used < until]
         return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
-
-    def remove_folder(self) -> None:
-        """Remove all blocks, and the folder unless it has other files. Raises OSError."""
-        for path in [*map(Path, self._paths()), self.folder / LOCK]:
-            if is_file(path):  # and no link, which is another's
-                path.unlink(missing_ok=True)
-        for folder, _, _ in [*os.walk(self.folder, topdown=False)]:
-            with suppress(OSError):  # it has other files
-                os.rmdir(folder)
 
     def count(self) -> tuple[int, int]:
         """Return the number of blocks and their bytes."""
@@ -189,13 +315,13 @@ class BlockFolder:
         blocks. Raises StoreError."""
         try:
             with suppress(FileNotFoundError), self._lock():
-                oldest = None if age is None else time.time_ns() - int(min(age, FOREVER_S) * 1e9)
+                oldest = None if age is None else time.time_ns() - age * 1e9
                 return self._evict(0, oldest)[1]
         except OSError as error:
             raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason_of(error)}.") from error
         return 0
 
-    def _evict(self, size: int, oldest: int | None = None) -> tuple[int, int]:
+    def _evict(self, size: int, oldest: float | None = None) -> tuple[int, int]:
         """Remove the least recently used blocks until ``size`` bytes fit, and some more, and those not used since
         ``oldest`` (ns). Return the remaining bytes and the number of removed blocks. Raises StoreError if ``size``
         bytes do not fit then."""
@@ -206,39 +332,27 @@ class BlockFolder:
             if total <= target and (oldest is None or used >= oldest):
                 continue
             with suppress(OSError):  # it still counts
-                os.unlink(path)
+                path.unlink()
                 total, gone = total - length, gone + 1
         if size and quota is not None and total + size > quota:
             raise StoreError(f"Blocks in '{self.folder}' cannot be removed to make room for another.")
         return total, gone
 
-    def _by_use(self) -> list[tuple[int, int, str]]:
-        """Return time of use (ns), bytes and path of each block, the least recently used first. Times that lie in the
-        future come before all others: the clock was wrong then, and is right now or was so since."""
-        known: list[tuple[int, int, str]] = []
-        for path in self._paths():
-            with suppress(OSError):  # another program removed it
-                facts = os.lstat(path)
-                if stat.S_ISREG(facts.st_mode):
-                    known.append((facts.st_mtime_ns, facts.st_size, path))
-        until = time.time_ns() + SKEW_NS
-        return sorted(known, key=lambda one: (one[0] <= until, one))
-
-    def _paths(self) -> Iterator[str]:
-        """Yield the path of each file with the name of a block."""
+    def _by_use(self) -> list[tuple[int, int, Path]]:
+        """Return time of use (ns), bytes and path of each block, the least recently used first."""
+        known: list[tuple[int, int, Path]] = []
         for folder, _, files in os.walk(self.folder):
-            for file in files:
-                key, suffix = os.path.splitext(file)
-                if suffix == SUFFIX and _KEY.fullmatch(key) and self._is_place(folder, key):
-                    yield os.path.join(folder, file)
-
-    def _is_place(self, folder: str, key: str) -> bool:
-        """Return whether ``folder`` is that of the block ``key`` of some namespace."""
-        *space, start = os.path.relpath(folder, self.folder).split(os.sep)
-        return bool(space) and start == key[:2]
+            *space, start = Path(folder).relative_to(self.folder).parts or ("",)
+            for path in (Path(folder, file) for file in files if space):
+                if path.suffix == SUFFIX and _KEY.fullmatch(path.stem) and path.stem[:2] == start:
+                    with suppress(OSError):  # another program removed it
+                        facts = path.lstat()
+                        if stat.S_ISREG(facts.st_mode):
+                            known.append((facts.st_mtime_ns, facts.st_size, path))
+        return sorted(known)
 
     @contextmanager
     def _lock(self) -> Iterator[IO[bytes]]:
         """Keep other programs from writing within the block; yield the file that is locked."""
-        with as_file(wait_for_lock(self.folder / LOCK), "r+") as file:
+        with os.fdopen(wait_for_lock(self.folder / LOCK), "r+b", buffering=0) as file:
             yield file

@@ -21,8 +21,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable, SessionVersion, reason_of
-from kvkeep.files.atomic import is_temporary, lock, sync_name, write_whole
-from kvkeep.files.private import check_kind, holds, is_file, is_folder, make_folder, read_file, wait_for_lock
+from kvkeep.files import (
+    check_kind,
+    holds,
+    is_file,
+    is_folder,
+    is_temporary,
+    lock,
+    make_folder,
+    read_file,
+    sync_name,
+    wait_for_lock,
+    write_whole,
+)
 
 LOCK = "lock"
 _GENERATION = ".json"

@@ -28,10 +28,18 @@ from transformers.cache_utils import Cache
 from kvkeep import transfer
 from kvkeep.blocks import beginnings
 from kvkeep.blocks.folder import BlockName
-from kvkeep.blocks.names import belongs_to_sessions, chain, origin, session_key
 from kvkeep.blocks.references import Reference, check_version, checked, damaged
 from kvkeep.blocks.store import ONLY, Store
-from kvkeep.blocks.text import Block, Target, TextRows, pieces
+from kvkeep.blocks.text import (
+    Block,
+    Target,
+    TextRows,
+    belongs_to_sessions,
+    chain,
+    origin,
+    pieces,
+    session_key,
+)
 from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.errors import (
@@ -82,7 +90,6 @@ class StoredSession(Reference):
     def __init__(self, store: Store, name: str, *, writing: bool = False) -> None:
         self.store, self.name, self.space = store, name, store.space(name)
         super().__init__(store.place(name, writing), writing=writing)
-        self._replaced = store.replaced  # how often it was when this session last was in its folder
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], *, writing: bool = False) -> Self:
@@ -97,7 +104,7 @@ class StoredSession(Reference):
         """Close the session, so that another program may write to it. A path where nothing was saved is removed."""
         super().close()
         if self.name == ONLY and self.writing and not self.saves:
-            self.store.remove_folder()
+            self.store.remove_empty()
 
     @property
     def path(self) -> str:
@@ -154,7 +161,9 @@ class StoredSession(Reference):
             "created": float(before.get("created", time.time())),
             "saved": time.time(),
         }
-        renewed = self._renewed()
+        self.store.create()
+        if renewed := self.renew():
+            log.warning("The session '%s' was removed or replaced while in use; it is saved again.", self.name)
         try:
             names = self._write(cache, text, session.ids, state_bytes)
             self.store.blocks.write(self.block(key), state)
@@ -172,16 +181,6 @@ class StoredSession(Reference):
             unnamed = {key for key in unnamed if text.start and belongs_to_sessions(key)}
         if unnamed:
             self.store.release(self.name, unnamed)
-        return renewed
-
-    def _renewed(self) -> bool:
-        """Return whether the session's folder was removed or replaced since the last save. Its files are then written
-        in the folder that is there. Raises SessionError."""
-        self.store.create()
-        renewed = self.renew()
-        if renewed and self._replaced == self.store.replaced:  # otherwise the store has said so
-            log.warning("The session '%s' was removed or replaced while in use; it is saved again.", self.name)
-        self._replaced = self.store.replaced
         return renewed
 
     def _write(self, cache: KeepCache, text: TextRows, ids: Sequence[Sequence[int]], state_bytes: int) -> list[str]:

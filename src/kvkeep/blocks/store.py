@@ -3,6 +3,8 @@
 FOLDER/kvkeep-store                   the version of the format
 FOLDER/blocks/OWNER/…                 blocks (kvkeep.blocks.folder)
 FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); without OWNER for the command line
+
+The folder may be removed or replaced while programs use it. So a program looks for the version before it writes.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.marked_folder import MARKER, MarkedFolder
-from kvkeep.blocks.names import belongs_to_sessions, state_key, tail_key
 from kvkeep.blocks.references import Reference, SessionFiles, checked, newest, unwritable
+from kvkeep.blocks.text import belongs_to_sessions, state_key, tail_key
 from kvkeep.errors import (
+    NoStore,
     SessionBusy,
     SessionError,
     SessionUnwritable,
@@ -31,13 +33,28 @@ from kvkeep.errors import (
     UsageError,
     reason_of,
 )
-from kvkeep.files.atomic import remove_abandoned
-from kvkeep.files.clock import ClockWatch
-from kvkeep.files.private import is_folder
+from kvkeep.files import (
+    check_kind,
+    close_to_others,
+    is_file,
+    is_folder,
+    is_temporary,
+    make_folder,
+    read_file,
+    remove_abandoned,
+    write_whole,
+)
 from kvkeep.models.folders import data_folder
 
 log = logging.getLogger(__name__)
 
+MARKER = "kvkeep-store"
+"""The name of the file with the version of the format."""
+VERSION = 1
+FOLDERS = ("blocks", "sessions")
+"""The names of the folders in a store."""
+_OF_DISKS = "lost+found"
+"""The name of a folder that the root of a disk has."""
 SUFFIX = ".session"
 QUOTA = 2 * 10**9
 """Bytes of all blocks, unless the user names another quota."""
@@ -95,27 +112,86 @@ def user_store(named: str | None = None) -> Store:
     return Store(store_folder(named), quota=QUOTA if named is None else None)
 
 
-class Store(MarkedFolder):
+class Store:
     """A store in ``folder``, which is created with the first block or session.
 
     A session's name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. An owner's blocks
     are used for this owner only. quota: the maximum bytes of all blocks; age: the maximum seconds since a block or a
     session was used; None: no limit. A store that is elsewhere is a subclass with its own :attr:`blocks`,
-    :meth:`files` and :meth:`_names`. Raises UsageError for a folder that is not a store, and for an
-    invalid name.
+    :meth:`files` and :meth:`_names`. Raises NoStore for a folder that is not a store, and UsageError for an invalid
+    name.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, quota: int | None = QUOTA, age: float | None = None) -> None:
-        super().__init__(folder)
-        self.age = age
+        self.folder, self.age = Path(folder), age
         self.blocks = BlockFolder(self.folder / "blocks", quota)
         self._sessions: Any = self.folder / "sessions"
-        self._clock = ClockWatch()
 
     @property
     def quota(self) -> int | None:
         """The maximum bytes of all blocks."""
         return self.blocks.quota
+
+    # -- the folder ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise NoStore unless the folder is a store of this version, or a new one can be created there."""
+        if "\0" in str(self.folder):
+            raise NoStore("A path cannot have a NUL character; name another folder.")
+        try:
+            for name in FOLDERS:
+                check_kind(self.folder / name, "a folder")
+            if not (there := self._nearest()).is_dir():
+                raise NoStore(
+                    f"Nothing can be saved in '{self.folder}': '{there}' is a file, not a folder of kvkeep; name "
+                    "another."
+                )
+            found = {*os.listdir(self.folder)} if there == self.folder.absolute() else set[str]()
+            if MARKER in found:
+                self._check_version()
+            elif any(not is_temporary(name) for name in found - {*FOLDERS, _OF_DISKS}):
+                raise NoStore(f"'{self.folder}' is not a folder of kvkeep: it holds other files; name another.")
+        except OSError as error:
+            raise NoStore(f"The folder '{self.folder}' cannot be read: {reason_of(error)}.") from error
+
+    def _check_version(self) -> None:
+        version = read_file(self.folder / MARKER, 1000).decode(errors="replace").strip()
+        if version != str(VERSION):
+            raise NoStore(
+                f"'{self.folder}' is of another version of kvkeep ({version[:20]}; this one reads {VERSION}); name "
+                "another folder."
+            )
+        if opened := close_to_others(self.folder):
+            log.warning("The folder '%s' %s.", self.folder, opened)
+
+    def _nearest(self) -> Path:
+        """Return the folder, or the nearest one above it that exists."""
+        folder = self.folder.absolute()
+        return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+    def check_writable(self) -> None:
+        """Raise NoStore if nothing can be saved in the folder."""
+        self.check()
+        if not os.access(there := self._nearest(), os.W_OK | os.X_OK):
+            raise NoStore(f"Nothing can be saved in '{self.folder}': '{there}' cannot be written; name another.")
+
+    def create(self) -> None:
+        """Create the folder if it is missing. Raises NoStore as :meth:`check`, and SessionUnwritable."""
+        self.check()
+        try:
+            if not is_file(self.folder / MARKER):
+                make_folder(self.folder)
+                close_to_others(self.folder)
+                write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()), private=True)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def remove_empty(self) -> None:
+        """Remove the folder if it has no session and no block."""
+        with suppress(OSError):
+            self._sessions.rmdir()
+            (self.folder / MARKER).unlink()
+            self.folder.rmdir()
 
     # -- sessions -----------------------------------------------------------------------------------------
 
@@ -192,18 +268,15 @@ class Store(MarkedFolder):
 
     def evict(self) -> int:
         """Remove blocks over the quota, sessions and blocks over the age, and what killed programs left behind; return
-        the number of removed sessions. If the clock was set meanwhile, ages count from then on."""
+        the number of removed sessions."""
         self.check()
-        gone, steady = 0, self._clock.steady_s()
-        age = None if self.age is None or self.age > steady else self.age
-        for name in [*self._names()] if age is not None else ():
+        gone = 0
+        for name in [*self._names()] if self.age is not None else ():
             with suppress(OSError, SessionError):  # if one cannot be removed, continue with the others
-                if time.time() - self.files(name).used() > (age or 0):
+                if time.time() - self.files(name).used() > (self.age or 0):
                     self.remove(name)
                     gone += 1
-        self.blocks.evict(age)
-        if steady < ABANDONED_S:
-            return gone
+        self.blocks.evict(self.age)
         with suppress(OSError):
             remove_abandoned(self.folder)
             left = self.blocks.names(unused_s=ABANDONED_S)
@@ -213,14 +286,6 @@ class Store(MarkedFolder):
     def remove_unused(self) -> None:
         """Remove the blocks that no session has. Raises OSError."""
         self._remove_unnamed(self.blocks.names())
-
-    def remove_folder(self) -> None:
-        """Remove the whole store, unless it has a session."""
-        with suppress(OSError):
-            self._sessions.rmdir()
-            self.blocks.remove_folder()
-            (self.folder / MARKER).unlink(missing_ok=True)
-            self.folder.rmdir()
 
     def release(self, name: str, keys: set[str]) -> None:
         """Remove blocks that the session ``name`` does not have any more, except those of its owner's other sessions,

@@ -9,7 +9,12 @@ import atexit
 import os
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import NoReturn
+
+from kvkeep.cli import standard_streams
+from kvkeep.errors import KvkeepError, UsageError, ran_out_of_memory
+from kvkeep.plugins import how
 
 COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, within a cache budget."),
@@ -47,9 +52,10 @@ LAB = (
 
 
 def program() -> None:
-    """Run the command line as a process. It exits without Python's teardown of two thousand modules."""
-    codes: list[int] = []
-    atexit.register(_end, codes)  # registered first, so it runs last
+    """Run the command line as a process. It exits without Python's teardown of two thousand modules, which takes half a
+    second."""
+    codes: list[int] = []  # none after an exception, which Python then reports
+    atexit.register(_end, codes)  # registered first, so it runs last: after threads are joined
     try:
         main()
     except SystemExit as error:
@@ -59,54 +65,18 @@ def program() -> None:
 
 
 def _end(codes: list[int]) -> None:
-    """Exit with the code in ``codes``, after threads are joined and other functions of :mod:`atexit` have run.
-
-    ``codes`` is empty after an exception, which Python then reports.
-    """
-    if not codes:
-        return
-    try:
+    with suppress(OSError, ValueError):  # Python reports what cannot be flushed
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-    except (OSError, ValueError):
-        return  # Python reports the exception
-    os._exit(codes[0])
+        if codes:
+            os._exit(codes[0])
 
 
 def main() -> None:
     """Run the command line. An error is one sentence on standard error, without a traceback."""
     try:
-        _main()
-    except (MemoryError, ImportError) as error:  # of the modules that the command line itself needs
-        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
-            raise
-        _fail(_NO_MEMORY.format(str(error) or "MemoryError"), 1)
-
-
-def _main() -> None:
-    from importlib.util import find_spec
-
-    from kvkeep.cli import standard_streams
-    from kvkeep.errors import KvkeepError, ran_out_of_memory
-    from kvkeep.native.library import check_environment
-    from kvkeep.native.room import address_space_left, share_heap
-    from kvkeep.plugins import how
-
-    if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
-        _fail(f"The command line needs {' and '.join(missing)}: {how('cli')}.", 2)
-    from kvkeep.cli.lazy import application
-
-    if address_space_left() is not None:
-        share_heap()  # before there are threads
-    try:
-        standard_streams.prepare()
-        check_environment()
-        try:
-            application(COMMANDS, LAB)(prog_name="kvkeep")
-        except SystemExit:
-            sys.stdout.flush()
-            raise
+        _run()
     except KvkeepError as error:
         if not isinstance(error, MemoryError) and ran_out_of_memory(error):  # it was taken for something else
             _fail(_NO_MEMORY.format("the data could not be read"), 1)
@@ -120,6 +90,25 @@ def _main() -> None:
         if not ran_out_of_memory(error):
             raise
         _fail(_NO_MEMORY.format(str(error).strip().partition("\n")[0] or "MemoryError"), 1)
+
+
+def _run() -> None:
+    from kvkeep.native.library import check_environment
+    from kvkeep.native.room import address_space_left, share_heap
+
+    if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
+        raise UsageError(f"The command line needs {' and '.join(missing)}: {how('cli')}.")
+    from kvkeep.cli.lazy import application
+
+    if address_space_left() is not None:
+        share_heap()  # before there are threads
+    standard_streams.prepare()
+    check_environment()
+    try:
+        application(COMMANDS, LAB)(prog_name="kvkeep")
+    except SystemExit:
+        sys.stdout.flush()
+        raise
 
 
 def _fail(sentence: str, code: int) -> NoReturn:

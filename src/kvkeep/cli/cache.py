@@ -162,13 +162,13 @@ def check(place: StorePlace, json: options.Json = False) -> None:
     if json:
         print_json(asdict(found))
     else:
-        for sentence in (*found.removed, *found.unreadable, *found.other_version, *found.damaged.values()):
+        for sentence in (*found.damaged, *found.other_version):
             note(sentence)
         for name, missing in found.incomplete.items():
             note(f"The session '{name}' lacks {_number(missing, 'block')}, whose text will be read again.")
         sound = f"{_number(found.blocks, 'block')}, {size(found.bytes)}, and {_number(found.sessions, 'session')}"
         note(f"{sound} are as they were written.")
-    if not found.sound:
+    if found.damaged:
         raise typer.Exit(1)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.padding import Padding
@@ -16,8 +15,7 @@ from rich.text import Text
 from kvkeep.budget import size
 from kvkeep.cli import options
 from kvkeep.cli.cache_options import AUTO, CacheOptions
-from kvkeep.cli.generate import as_json
-from kvkeep.cli.output import note, out, print_json, printable, reading
+from kvkeep.cli.output import note, out, printable, reading
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
 from kvkeep.native.library import library
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 FULL, EXACT = "full", "kv-direct"
 LOSSY: tuple[str, ...] = ("window", "streaming-llm", "h2o")
-FEWER = "use fewer tokens of the text (--tokens)"
 LICENCE = Path(__file__).with_name("demo.txt")  # the licence of this project
 PASSWORD = "blue elephant"
 PLANTED = f'The secret password of the library is "{PASSWORD}".'
@@ -36,6 +33,7 @@ PLACE = 0.15
 """The planted sentence is a separate paragraph, at the first break after this share of the text's characters."""
 MAX_TEXT_TOKENS = 3200
 """Default maximum of the text's tokens. Longer texts are cut, so that the demo ends within two minutes."""
+ANSWER_TOKENS = 32
 LARGER = "qwen2.5-coder-1.5b"
 """The model to try if the full cache's answer is wrong, too."""
 NEXT: tuple[tuple[str, str], ...] = (
@@ -65,8 +63,6 @@ def demo(
     tokens: Annotated[
         int, typer.Option(min=1, help="Maximum tokens of the text; a longer one is cut.")
     ] = MAX_TEXT_TOKENS,
-    max_tokens: options.MaxTokens = 32,
-    json: options.Json = False,
 ) -> None:
     """Answer a question about a long text with the full cache, and with four methods within a budget.
 
@@ -81,19 +77,14 @@ def demo(
 
     if budget == AUTO:
         raise UsageError("The demo needs a budget in entries, bytes or percent; 'kvkeep plan' shows their bytes.")
-    requests = {method: CacheOptions(method, budget) for method in LOSSY}
-    requests = {
-        FULL: CacheOptions(FULL),
-        EXACT: CacheOptions(EXACT, budget, where="disk"),
-    } | requests
+    requests = {FULL: CacheOptions(FULL), EXACT: CacheOptions(EXACT, budget, where="disk")}
+    requests |= {method: CacheOptions(method, budget) for method in LOSSY}
     requests[EXACT].check()
     options.check_model(model)
-    planted = doc is None
-    text = read_text(doc) if doc is not None else plant(LICENCE.read_text("utf-8"))
-    if planted and question is None and expect is None:
-        expect = PASSWORD
-    expect = expect or None
-    question = question or (QUESTION if planted else SUMMARISE)
+    text = plant(LICENCE.read_text("utf-8")) if doc is None else read_text(doc)
+    if doc is None and question is None:
+        expect = expect or PASSWORD
+    question = question or (QUESTION if doc is None else SUMMARISE)
     with startup(model):
         from kvkeep.decode.generate import generate, positions_of, room_after
         from kvkeep.models.loading import load
@@ -103,93 +94,44 @@ def demo(
     if count > tokens:
         note(f"The demo uses the first {tokens:,} of {count:,} tokens; --tokens {count} uses the whole text.")
     ids = encode(loaded.tokenizer, ask(text, question))
-
-    def cache_of(method: str) -> Any:
-        return requests[method].parse().build(loaded.model, len(ids) + max_tokens, max_tokens)
-
-    with cache_of(FULL) as cache:  # also for streaming-llm, which continues beyond the model's positions
-        max_tokens = min(max_tokens, room_after(len(ids), positions_of(loaded.model, cache), FEWER))
-    cache_of(EXACT).reset()  # raises for a budget that is too small, before anything is printed
-    if not json:
-        place = text.index(PLANTED) / len(text) if planted else None
-        _print_head(len(ids), place, question, f"{model}, budget {budget}, greedy")
-
-    answers: list[MethodAnswer] = []
-    for method in requests:
-        try:
-            cache = cache_of(method)
-            with reading(len(ids), f"{method} reads", silent=json) as advance:
-                made = generate(
-                    loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance
-                )
-            answers.append(MethodAnswer(method, made))
-        except UsageError as error:
-            if method not in LOSSY:
-                raise
-            answers.append(MethodAnswer(method, refused=str(error)))
-        if not json:
-            _print_row(answers[-1], answers[-1].right(expect, answers[0]))
-    full, exact = answers[0].made, answers[1].made
-    assert full is not None and exact is not None
-    same = sum(a == b for a, b in zip(full.tokens, exact.tokens, strict=False))
-    if json:
-        print_json(
-            {
-                **{"question": question, "planted": PLANTED if planted else None, "expect": expect},
-                **{"prompt_tokens": len(ids), "budget": budget, "identical": same, "tokens": len(full.tokens)},
-                "answers": [one.as_json(expect, answers[0]) for one in answers],
-            }
-        )
-    else:
-        _print_foot(full, exact, same, expect)
-        if not answers[0].right(expect, answers[0]) and model != LARGER:
-            note(f"Even with every entry, {model} does not answer right; try a larger model: --model {LARGER}.")
+    caches = {
+        method: request.parse().build(loaded.model, len(ids) + ANSWER_TOKENS, ANSWER_TOKENS)
+        for method, request in requests.items()
+    }
+    # the limit holds also for streaming-llm, which continues beyond the model's positions
+    positions = positions_of(loaded.model, caches[FULL])
+    limit = min(ANSWER_TOKENS, room_after(len(ids), positions, "use fewer tokens of the text (--tokens)"))
+    about = [("Text", f"{len(ids):,} tokens"), ("Question", question), ("Model", f"{model}, budget {budget}, greedy")]
+    if doc is None:
+        about[0] = ("Text", f"{len(ids):,} tokens; planted {text.index(PLANTED) / len(text):.0%} into it: {PLANTED}")
+    _print_pairs(about)
+    out.print()
+    out.print(Text(_line("", "memory", "on disk", "tokens/s"), "bold"))
+    answers: dict[str, Generation] = {}
+    right: dict[str, bool] = {}
+    for method, cache in caches.items():
+        with cache, reading(len(ids), f"{method} reads") as advance:
+            made = generate(loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=limit, on_progress=advance)
+        answers[method] = made
+        same = made.tokens == answers[FULL].tokens
+        right[method] = same if expect is None else expect.lower() in made.text.lower()
+        _print_answer(method, made, right[method])
+    full, exact = answers[FULL], answers[EXACT]
+    _print_foot(full, exact, expect)
+    if not right[FULL] and model != LARGER:
+        note(f"Even with every entry, {model} does not answer right; try a larger model: --model {LARGER}.")
     if full.tokens != exact.tokens:
-        note(f"{EXACT} generated other tokens than {FULL}. {_cause()}")
+        cause = "With the native library this is a bug: please report text, question and 'kvkeep prove --receipt'."
+        if library() is None:
+            cause = "Without the native library, rounding can decide between two equally likely tokens."
+        note(f"{EXACT} generated other tokens than {FULL}. {cause}")
         raise typer.Exit(1)
-
-
-def _cause() -> str:
-    """Return the reason why the tokens of an exact method can differ."""
-    if library() is None:
-        return "Without the native library, rounding can decide between two equally likely tokens."
-    return "With the native library this is a bug: please report text, question and 'kvkeep prove --receipt'."
 
 
 def plant(text: str) -> str:
     """Return ``text`` with the planted sentence as a separate paragraph."""
     at = text.index("\n\n", int(PLACE * len(text))) + 2
     return f"{text[:at]}{PLANTED}\n\n{text[at:]}"
-
-
-@dataclass(frozen=True)
-class MethodAnswer:
-    """The answer of one method."""
-
-    method: str
-    made: Generation | None = None
-    """The answer; None if the method refused the budget."""
-    refused: str = ""
-    """Reason why the method refused the budget."""
-
-    def right(self, expect: str | None, full: MethodAnswer) -> bool:
-        """Return whether the answer contains ``expect``; if that is None, whether its tokens equal ``full``'s."""
-        if self.made is None or full.made is None:
-            return False
-        return self.made.tokens == full.made.tokens if expect is None else expect.lower() in self.made.text.lower()
-
-    def as_json(self, expect: str | None, full: MethodAnswer) -> dict[str, Any]:
-        """Return the answer as plain types for ``--json``."""
-        if self.made is None:
-            return {"method": self.method, "right": False, "refused": self.refused}
-        return {**as_json(self.made), "right": self.right(expect, full)}
-
-
-def _print_head(count: int, place: float | None, question: str, conditions: str) -> None:
-    text = f"{count:,} tokens" + (f"; planted {place:.0%} into it: {PLANTED}" if place is not None else "")
-    _print_pairs([("Text", text), ("Question", question), ("Model", conditions)])
-    out.print()
-    out.print(Text(_line("", *COLUMNS), "bold"))
 
 
 def _print_pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
@@ -200,35 +142,29 @@ def _print_pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
     out.print(table)
 
 
-COLUMNS = ("memory", "on disk", "tokens/s")
-
-
 def _line(name: str, memory: str, disk: str, speed: str) -> str:
     """Return a line of the table."""
     return f"{name:17}{memory:>10}{disk:>10}{speed:>10}"
 
 
-def _print_row(answer: MethodAnswer, right: bool) -> None:
+def _print_answer(method: str, made: Generation, right: bool) -> None:
     """Print a method's line, and its answer below it."""
-    made, numbers, words = answer.made, ["-"] * 3, answer.refused
-    if made is not None:
-        disk = sum(made.memory.checkpoint_bytes.values())
-        numbers = [size(made.memory.resident_bytes), size(disk) if disk else "-"]
-        numbers += [f"{made.timing.decode_tokens_per_s:.1f}"]
-        words = " ".join(made.text.split()) + (" ..." if made.stopped == "length" else "")
-    name = f"{_sign(right)} {answer.method}"
-    line = Text(_line(name, *numbers))
+    name, disk = f"{_sign(right)} {method}", sum(made.memory.checkpoint_bytes.values())
+    speed = f"{made.timing.decode_tokens_per_s:.1f}"
+    line = Text(_line(name, size(made.memory.resident_bytes), size(disk) if disk else "-", speed))
     line.stylize("bold green" if right else "bold red", 0, len(name))
     out.print(line)
+    words = " ".join(made.text.split()) + (" ..." if made.stopped == "length" else "")
     out.print(Padding(Text(printable(words), "" if right else "dim"), (0, 0, 0, 2)))
 
 
-def _print_foot(full: Generation, exact: Generation, same: int, expect: str | None) -> None:
+def _print_foot(full: Generation, exact: Generation, expect: str | None) -> None:
     right = f'says "{printable(expect)}", {_sign(False)} does not' if expect else f"the tokens of {FULL}"
     share = exact.memory.resident_bytes / full.memory.resident_bytes if full.memory.resident_bytes else 1.0
+    same = sum(a == b for a, b in zip(full.tokens, exact.tokens, strict=False))
+    tokens = f"{same} of the {len(full.tokens)} tokens of {FULL}"
     out.print()
     out.print(Text(f"{_sign(True)} {right}."))
-    tokens = f"{same} of the {len(full.tokens)} tokens of {FULL}"
     out.print(Text(f"{EXACT} generated {tokens} with {share:.0%} of its cache in memory."))
     out.print()
     _print_pairs(NEXT, "bold")

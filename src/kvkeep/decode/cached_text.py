@@ -49,13 +49,10 @@ class CachedText:
         """Remove all tokens after the first ``length`` from the cache, as :meth:`align` does; it may then have
         fewer."""
         known = self.cache.get_seq_length()
-        if length < known and not (length and self._crops and self._go_back(length, known)):
+        crops = not isinstance(self.cache, KeepCache) or self.cache.crops
+        if length < known and not (length and crops and self._go_back(length, known)):
             self.cache.reset()
         self.settle(self.ids)
-
-    @property
-    def _crops(self) -> bool:
-        return not isinstance(self.cache, KeepCache) or self.cache.crops
 
     def _go_back(self, shared: int, length: int) -> bool:
         """Remove the tokens after the first ``shared`` of ``length``; return whether that is possible."""

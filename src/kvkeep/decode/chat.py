@@ -93,7 +93,10 @@ class Conversation:
             raise SessionError(
                 f"The session '{path}' holds {len(saved)} texts instead of a conversation; name another."
             )
-        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        if not isinstance(messages, list) or not all(
+            isinstance(one, dict) and all(isinstance(one.get(name), str) for name in ("role", "content"))
+            for one in messages
+        ):
             raise SessionError(f"The session '{path}' holds no conversation; name another.")
         talk = cls(model, tokenizer, session.cache)
         talk.messages = list(messages)
@@ -256,10 +259,6 @@ class Conversation:
         texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         texts += [] if self.last is None else [self.last.sequence]
         self.past.cut(max((common_prefix(self.ids, ids) for ids in texts), default=0))
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
 def _last(notes: Any, ids: Sequence[int]) -> Last | None:

@@ -110,19 +110,16 @@ class BM25:
 
     def scores(self, question: str) -> list[float]:
         """Return the score of each text. A word that the question repeats counts once."""
-        wanted = {word: self._weight(word) for word in words(question) if word in self._holders}
+        wanted = {word: self._holders[word] for word in words(question) if word in self._holders}
+        count = len(self._counts)  # the inverse document frequency in Lucene's form, which is never negative
+        weights = {word: math.log(1 + (count - holders + 0.5) / (holders + 0.5)) for word, holders in wanted.items()}
         return [
             math.fsum(
                 weight * counts[word] * (K1 + 1) / (counts[word] + K1 * (1 - B + B * length / self._mean))
-                for word, weight in wanted.items()
+                for word, weight in weights.items()
             )
             for counts, length in zip(self._counts, self._lengths, strict=True)
         ]
-
-    def _weight(self, word: str) -> float:
-        """Return the inverse document frequency, in Lucene's form, which is never negative."""
-        holders = self._holders[word]
-        return math.log(1 + (len(self._counts) - holders + 0.5) / (holders + 0.5))
 
 
 def words(text: str) -> list[str]:

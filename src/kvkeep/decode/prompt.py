@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 from kvkeep.decode.texts import check_text
-from kvkeep.engine.token_spelling import ALPHABET, SPACE, special_ids
+from kvkeep.engine.token_spelling import ALPHABET, SPACE
 from kvkeep.errors import KvkeepError, ModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
 from kvkeep.native.room import has_room
@@ -189,39 +188,21 @@ class PromptText:
         return PromptText(self.text + other.text, [*self.data, *moved], self.begins)
 
     def ids(self, tokenizer: Any) -> list[int]:
-        """Return the token ids. The text is encoded at once. Then its segments between special tokens, if they have
-        names that are data, are encoded by a tokenizer that knows no special tokens.
-        Raises ModelError for a text that the tokenizer cannot read, and OutOfMemory."""
+        """Return the token ids. A name that is data is spelt by its characters; the texts between names are encoded by
+        themselves. Raises ModelError for a text that the tokenizer cannot read, and OutOfMemory."""
+        ends = [0, *(stop for _, stop in self.data)]
+        starts = [*(start for start, _ in self.data), len(self.text)]
+        first, *others = (self.text[start:stop] for start, stop in zip(ends, starts, strict=True))
         with encoding(self.text):
-            return self._ids(tokenizer)
-
-    def _ids(self, tokenizer: Any) -> list[int]:
-        if self.data and getattr(tokenizer, "backend_tokenizer", None) is None:
-            return self._ids_in_parts(tokenizer)
-        details = {"return_offsets_mapping": True, "return_special_tokens_mask": True} if self.data else {}
-        try:
-            encoded = tokenizer(self.text, add_special_tokens=self.begins, verbose=False, **details)
-        except MemoryError:
-            raise
-        except Exception as error:  # tokenizers raises nothing more special
-            raise ModelError(f"The model's tokenizer cannot read this text ({str(error)[:100]}).") from error
-        ids: list[int] = list(encoded.input_ids)
-        if not self.data:
-            return ids
-        segments = [*_segments(ids, encoded.offset_mapping, encoded.special_tokens_mask, self, special_ids(tokenizer))]
-        found, done = list[int](), 0
-        for one, made in zip(segments, _data_encoder(tokenizer)(self.text, segments), strict=True):
-            found += ids[done : one.first] + made
-            done = one.last
-        return found + ids[done:]
-
-    def _ids_in_parts(self, tokenizer: Any) -> list[int]:
-        """Return the ids of the parts before, of and after each name, for a tokenizer that is written in Python."""
-        places = [0, *(place for span in self.data for place in span), len(self.text)]
-        ids = list[int]()
-        for number, (start, stop) in enumerate(pairwise(places)):
-            options = {"add_special_tokens": self.begins and not number, "split_special_tokens": number % 2 == 1}
-            ids += tokenizer(self.text[start:stop], **options).input_ids
+            try:
+                ids = list(tokenizer(first, add_special_tokens=self.begins, verbose=False).input_ids)
+                parts = tokenizer(others, add_special_tokens=False, verbose=False).input_ids if others else []
+            except MemoryError:
+                raise
+            except Exception as error:  # tokenizers raises nothing more special
+                raise ModelError(f"The model's tokenizer cannot read this text ({str(error)[:100]}).") from error
+            for (start, stop), text, part in zip(self.data, others, parts, strict=True):
+                ids += _spelt(tokenizer, self.text[start:stop]) + _following(tokenizer, text, part)
         return ids
 
 
@@ -271,90 +252,25 @@ def _any_of(names: Collection[str]) -> str:
     return f"(?:{pattern}){'?' if '' in names else ''}" if pattern else ""
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """A part of a text between two special tokens."""
-
-    first: int
-    """The first token of the segment."""
-    last: int
-    """The first token after it."""
-    start: int
-    """The first character of the segment."""
-    stop: int
-    """The first character after it."""
-
-
-def _segments(
-    ids: Sequence[int], places: Sequence[Span], added: Sequence[int], text: PromptText, special: frozenset[int]
-) -> Iterator[_Segment]:
-    """Yield the segments that have names that are data. places: the characters of each token; added: whether the
-    tokenizer added it."""
-    last = next((place for place in range(len(ids), 0, -1) if not added[place - 1]), 0)  # the end adds the others
-    names, first, start, found = iter(text.data), 0, 0, False
-    name = next(names, None)
-    ends = [place for place, one in enumerate(ids[:last]) if one in special]
-    for place in [*ends, last]:
-        stop, end = places[place] if place < last else (len(text.text), len(text.text))
-        while name is not None and name[1] <= stop:
-            name, found = next(names, None), True
-        if place < last and name is not None and name[0] < end:
-            continue  # the special token is such a name
-        if found:
-            yield _Segment(first, place, start, stop)
-        first, start, found = place + 1, end, False
-
-
-@lru_cache(maxsize=4)
-def _data_encoder(tokenizer: Any) -> Callable[[str, Sequence[_Segment]], list[list[int]]]:
-    """Return a function that encodes segments of a text by the tokenizer's model, in which every name of a special
-    token is text. The model is shared, and takes no memory a second time."""
-    backend = tokenizer.backend_tokenizer
-    begin, follow = _without_special(backend), _without_special(backend, begins=False)
-    names = {one.content: number for number, one in backend.get_added_tokens_decoder().items()}
-    moved = {begin.token_to_id(name): number for name, number in names.items()}
-    special = special_ids(tokenizer)
-    spelt = {number: _letters(backend, name) for name, number in names.items() if number in special}
-
-    def translated(ids: Sequence[int]) -> list[int]:
-        """Return the tokenizer's ids. Merges may form a special token, which is then spelt by its characters."""
-        found = [moved.get(one, one) for one in ids]
-        return found if special.isdisjoint(found) else [part for one in found for part in spelt.get(one, [one])]
-
-    def encode(text: str, segments: Sequence[_Segment]) -> list[list[int]]:
-        texts = [text[one.start : one.stop] for one in segments]
-        count = int(bool(segments) and not segments[0].start)
-        made = [begin.encode(one, add_special_tokens=False) for one in texts[:count]]
-        return [translated(one.ids) for one in made + follow.encode_batch_fast(texts[count:], add_special_tokens=False)]
-
-    return encode
-
-
-def _without_special(backend: Any, begins: bool = True) -> Any:
-    """Return a tokenizer of the same model, with those added tokens that are not special. begins: for the beginning of
-    a text, before which some tokenizers put a space."""
-    from tokenizers import Tokenizer
-
-    made = Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        made.normalizer = backend.normalizer
-    if backend.pre_tokenizer is not None:
-        splitter = deepcopy(backend.pre_tokenizer)
-        if not begins:
-            inside = splitter.__getstate__().replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"')
-            splitter.__setstate__(inside)
-        made.pre_tokenizer = splitter
-    made.add_tokens([one for _, one in sorted(backend.get_added_tokens_decoder().items()) if not one.special])
-    return made
-
-
-def _letters(backend: Any, name: str) -> list[int]:
+@lru_cache(maxsize=256)
+def _spelt(tokenizer: Any, name: str) -> list[int]:
     """Return the ids of a name's characters, or of its bytes."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return list(tokenizer(name, add_special_tokens=False, split_special_tokens=True).input_ids)
     state = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
     if b'"ByteLevel"' in state:
         letters = {byte: letter for letter, byte in ALPHABET.items()}
         name = "".join(letters[byte] for byte in name.encode())
     return [one.id for letter in name for one in backend.model.tokenize(letter.replace(" ", SPACE))]
+
+
+def _following(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
+    """Return the ids of a text that follows another one: without the space that some tokenizers put before a text."""
+    spaces = len(text) - len(text.lstrip(" ")) + 1
+    names = tokenizer.convert_ids_to_tokens(ids[:spaces])
+    if not "".join(names).startswith(SPACE * spaces) or not hasattr(tokenizer, "backend_tokenizer"):
+        return ids
+    return [one.id for one in tokenizer.backend_tokenizer.model.tokenize(names[0][1:])] + ids[1:]
 
 
 def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:

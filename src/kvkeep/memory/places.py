@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StoreError, reason_of, unknown
-from kvkeep.files.private import make_folder
+from kvkeep.files import make_folder
 from kvkeep.memory import PLACES
 from kvkeep.models.folders import cache_folder
 from kvkeep.native.library import map_file

@@ -7,8 +7,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from kvkeep.files.atomic import write_whole
-from kvkeep.files.private import make_folder
+from kvkeep.files import make_folder, write_whole
 from kvkeep.models.folders import cache_folder
 
 

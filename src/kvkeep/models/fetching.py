@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 
 from kvkeep.budget import size
 from kvkeep.errors import ModelError
-from kvkeep.files.atomic import lock
+from kvkeep.files import lock
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.embedded import Embedded, gguf_path
 from kvkeep.models.folders import scratch, unwritable

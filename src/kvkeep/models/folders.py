@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import ModelError, UsageError, reason_of
-from kvkeep.files.atomic import abandoned, owner
-from kvkeep.files.private import make_folder
+from kvkeep.files import abandoned, make_folder, owner
 
 _PREFIX = ".scratch-"
 

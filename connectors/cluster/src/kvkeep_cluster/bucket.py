@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 import fsspec
 from torch import Tensor
 
-from kvkeep.blocks.block_file import encode, parse
-from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.marked_folder import MARKER, VERSION
+from kvkeep.blocks.folder import BlockFolder, BlockName, encode, parse
 from kvkeep.blocks.references import SessionFiles
-from kvkeep.blocks.store import SUFFIX, Store
+from kvkeep.blocks.store import MARKER, SUFFIX, VERSION, Store
 from kvkeep.errors import BlockDamaged, BlockMissing, SessionBusy, SessionUnwritable, StoreError, UsageError
 from kvkeep.memory.places import MEMORY, Place
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.files.atomic import dead, owner
+from kvkeep.files import dead, owner
 from kvkeep.plugins import first_line
 
 OBJECT_STORE_BYTES = 100 * 2**20

@@ -24,8 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvkeep.blocks.block_file import encode
-from kvkeep.blocks.folder import BlockFolder
+from kvkeep.blocks.folder import BlockFolder, encode
 from kvkeep.errors import UsageError
 from kvkeep_vllm import pinned
 from kvkeep_vllm.codec import BlockCodec, ExactCodec, QuantizedCodec, bits_of

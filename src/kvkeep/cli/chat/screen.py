@@ -20,7 +20,7 @@ from kvkeep.cli import output
 from kvkeep.cli.chat.markdown import MarkdownWriter
 from kvkeep.decode.texts import check_text, standard_input
 from kvkeep.errors import UsageError
-from kvkeep.files.private import make_folder, open_file
+from kvkeep.files import make_folder, open_file
 from kvkeep.models.folders import data_folder
 
 try:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvkeep.errors import UsageError, reason_of
-from kvkeep.files.private import make_folder, open_file
+from kvkeep.files import make_folder, open_file
 from kvkeep.models.folders import data_folder
 
 VARIABLE = "KVKEEP_API_KEYS"

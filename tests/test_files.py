@@ -1,4 +1,4 @@
-"""Files are there whole or as they were, whatever becomes of the process that writes them."""
+"""Files are there whole or as they were, and only their user can read them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,28 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import pytest
+import torch
+from families import tiny
+from helpers import prompt, step
 
-from kvkeep.files.atomic import STALE_S, owner, write_whole
+from kvkeep import KeepCache, Session
+from kvkeep.blocks import archive
+from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.store import Store
+from kvkeep.cli.chat.screen import _history
+from kvkeep.files import STALE_S, make_folder, owner, write_whole
+from kvkeep.memory.places import Disk
+from kvkeep.models.checksum import remembered_sha256
+from kvkeep.serve.http.keys import kept_key
 
 SLOW = """
 import os, sys, time
-from kvkeep.files import atomic
+from kvkeep.files import write_whole
 
 def slowly(file):
     file.write(b"half")
@@ -26,7 +38,7 @@ def slowly(file):
     print("writing", flush=True)
     time.sleep(60)
 
-atomic.write_whole(sys.argv[1], slowly)
+write_whole(sys.argv[1], slowly)
 """
 
 
@@ -97,3 +109,55 @@ def test_what_others_write_is_left_to_them(tmp_path: Path) -> None:
     for text in (b"one", b"two"):  # theirs are searched where a file is replaced
         put(tmp_path / "file", text)
     assert set(os.listdir(tmp_path)) == {"file", alive, elsewhere, another, old}
+
+
+@pytest.fixture(params=[0, 0o022, 0o777], ids="umask {:04o}".format)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    try:
+        yield request.param
+    finally:
+        os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """The modes of what lies in a folder, as far as they are not those of a private file or folder."""
+    found = {str(path.relative_to(folder)): path.lstat().st_mode for path in folder.rglob("*")}
+    return {
+        name: mode for name, mode in found.items() if stat.S_IMODE(mode) != (0o700 if stat.S_ISDIR(mode) else 0o600)
+    }
+
+
+def test_whatever_is_written_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    root = tmp_path / "root"
+    make_folder(root)
+    for variable in ("KVKEEP_DATA", "KVKEEP_CACHE"):
+        monkeypatch.setenv(variable, str(root / variable / "one" / "two"))
+    cache = KeepCache(tiny("llama"), "full")
+    step("llama", cache, prompt(1, 300))
+    named = Store(root / "a" / "b" / "store")
+    for one in (named, Store(root / "c" / "other")):
+        for name in ("talk", "me/talk"):
+            with StoredSession(one, name, writing=True) as stored:
+                stored.save(Session(cache, prompt(1, 300).tolist()))
+                stored.save(Session(cache, prompt(1, 300).tolist()))
+        with one.open("me/open"):
+            assert modes(root) == {}
+    archive.export(named, "me/talk", root / "talk.tar")
+    archive.add(root / "talk.tar", named, "me/again")
+    assert kept_key()[0] == kept_key()[0]
+    _history()
+    remembered_sha256(root / "talk.tar")
+    Disk().allocate((3,), torch.float32)
+    assert modes(root) == {} and len([*root.rglob("*")]) > 30
+
+
+def test_a_store_that_is_open_to_others_is_closed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Store(tmp_path / "store").create()
+    (tmp_path / "store").chmod(0o777)
+    for _ in range(2):
+        Store(tmp_path / "store").create()
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+    assert [one.getMessage() for one in caplog.records] == [
+        f"The folder '{tmp_path / 'store'}' was open to other users (mode 0777), and is closed to them."
+    ]
