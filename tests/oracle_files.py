@@ -51,9 +51,15 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], model: str, keys: d
 
 def tokenizer_from(path: Path) -> Any:
     """The tokenizer that kvkeep makes of a GGUF file."""
-    from kvkeep.models.gguf.tokenizer import tokenizer_of
-
     return tokenizer_of(_keys(path))
+
+
+def tokenizer_of(keys: Any, pre: str | None = None) -> Any:
+    """The tokenizer of a file with these keys."""
+    from kvkeep.models.gguf.tokenizer import build_tokenizer
+    from kvkeep.models.gguf.vocabulary import vocabulary_of
+
+    return build_tokenizer(keys, vocabulary_of(keys, pre))
 
 
 def ends_from(path: Path) -> list[int]:

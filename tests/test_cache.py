@@ -15,7 +15,7 @@ from helpers import allocated, assert_near, counted, expected, generate, padded,
 from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, verified
 from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Disk
-from kvkeep.models.binding import digest_text
+from kvkeep.models.same_text import digest_text
 from kvkeep.passes import stream
 from kvkeep.policies.methods import requested
 

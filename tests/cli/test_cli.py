@@ -15,7 +15,7 @@ from families import tiny
 from gguf_files import written
 
 from kvkeep.cli.cache_options import CacheOptions
-from kvkeep.models.embedded import EMBEDDED
+from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.fetching import growing_path
 from kvkeep.models.folders import cache_folder
 
@@ -133,6 +133,11 @@ def test_models_says_what_is_here_and_what_a_download_takes(run: Run) -> None:
     shown = {name: text for name, text in lines}
     assert shown["qwen2.5-coder-0.5b"].startswith("no (491.4 MB)")
     assert shown["qwen2.5-coder-1.5b"].startswith("in part (1.1 GB)")
+    (whole := gguf_path(EMBEDDED["smollm2"])).write_bytes(b"x" * 1000)  # a damaged file counts
+    rows = {row["name"]: row for row in json.loads(run("models", "--json")[1])["models"]}
+    found = {name: (row["fetched"], row["path"], row["bytes_on_disk"]) for name, row in rows.items()}
+    assert found["smollm2"] == (True, str(whole), 1000) and found["gemma3-270m"] == (False, None, 0)
+    assert found["qwen2.5-coder-1.5b"] == (False, None, 6)
 
 
 def test_models_explains_a_file(run: Run, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from transformers import DynamicCache
 from kvkeep import KeepCache, KvkeepError, UnsupportedModelError, UsageError
 from kvkeep.engine.batch import can_pack
 from kvkeep.models import binding
-from kvkeep.models.binding import NAME, bind, unbind
+from kvkeep.models.adapter import Adapter
+from kvkeep.models.binding import NAME, bind
 
 TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
 WAYS = [
@@ -45,8 +46,6 @@ def test_a_bound_model_with_recurrent_layers_can_be_saved_and_copied() -> None:
     for one in (model, torch.load(file, weights_only=False), copy.deepcopy(model)):
         module = one.model.layers[0].mamba
         assert module.forward.args[0] is module.forward.args[1].__self__ is module
-    unbind(model)
-    assert "forward" not in vars(model.model.layers[0].mamba)
 
 
 def test_attention_modules_that_layers_share_are_refused() -> None:
@@ -66,30 +65,22 @@ def test_attention_modules_that_layers_share_are_refused() -> None:
     assert_near(ours[:, -1], forward(model, DynamicCache(config=config), TEXT).logits[:, -1])
 
 
-def test_unbinding_leaves_a_stock_model(fresh: Any) -> None:
-    """Binding, once or twice, does not affect other caches."""
+def test_binding_once_or_twice_does_not_affect_other_caches(fresh: Any) -> None:
 
     def hooks() -> int:
         return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in fresh.modules())
 
     plain, before = hooks(), forward(fresh, DynamicCache(config=fresh.config), TEXT).logits
-    cache = KeepCache(fresh, "h2o", 16)
+    KeepCache(fresh, "h2o", 16)
     bound = hooks()
     assert bind(fresh) is bind(fresh) and fresh.config._attn_implementation == NAME and hooks() == bound > plain
     assert torch.equal(before, forward(fresh, DynamicCache(config=fresh.config), TEXT).logits)
-    unbind(fresh)
-    unbind(fresh)
-    assert fresh.config._attn_implementation == "sdpa" and not hasattr(fresh, "_kvkeep_binding") and hooks() == plain
-    with pytest.raises(UsageError, match="outside a forward pass of its model"):
-        forward(fresh, cache, TEXT)
 
 
 def test_a_recurrent_module_keeps_the_forward_that_another_package_gave_it() -> None:
     """accelerate does so with modules that it moves between devices."""
-    model = copy.deepcopy(tiny("lfm2"))
-    unbind(model)
-    module, calls = bind(model).recurrent[0], list[int]()
-    unbind(model)
+    model = tiny.__wrapped__("lfm2")
+    module, calls = Adapter(model).recurrent[0], list[int]()
 
     def moved(own: Any, *given: Any, **more: Any) -> Any:
         calls.append(1)
@@ -98,26 +89,22 @@ def test_a_recurrent_module_keeps_the_forward_that_another_package_gave_it() -> 
     module.forward = partial(moved, module)
     before = module.forward
     forward(model, KeepCache(model, "kv-direct", 64), TEXT)
-    unbind(model)
-    assert len(calls) == 1 and module.forward is before
+    assert len(calls) == 1 and module.forward.args[1] is before
 
 
 @pytest.mark.parametrize("at", ["adapter", "third layer"])
 def test_an_interrupted_binding_leaves_stock_layers(fresh: Any, at: str) -> None:
     """After another binding, checkpoints of residuals work."""
     layers = fresh.model.layers
-    for again in (True, False):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            place = (binding, "Adapter") if at == "adapter" else (layers[2], "register_forward_pre_hook")
-            patch.setattr(*place, Mock(side_effect=KeyboardInterrupt))
-            bind(fresh)
-        assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
-        for kind in ("residual", "tokens") if again else ():
-            forward(fresh, KeepCache(fresh, "kv-direct", 16, checkpoint=kind), TEXT)
-            assert fresh.config._attn_implementation == NAME
-            assert [len(layer._forward_pre_hooks) for layer in layers] == [1] * 4
-        unbind(fresh)
-        assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        place = (binding, "Adapter") if at == "adapter" else (layers[2], "register_forward_pre_hook")
+        patch.setattr(*place, Mock(side_effect=KeyboardInterrupt))
+        bind(fresh)
+    assert fresh.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
+    for kind in ("residual", "tokens"):
+        forward(fresh, KeepCache(fresh, "kv-direct", 16, checkpoint=kind), TEXT)
+        assert fresh.config._attn_implementation == NAME
+        assert [len(layer._forward_pre_hooks) for layer in layers] == [1] * 4
 
 
 def test_threads_that_make_its_first_caches_bind_a_model_once(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,10 +140,8 @@ def test_an_index_names_files_beside_it(part: Any, spoiled: Callable[..., Path],
 
 
 @pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "tokenizer.json", "generation_config.json"])
-def test_a_file_that_is_too_large_is_not_read(name: str, spoiled: Callable[..., Path]) -> None:
+def test_a_file_that_does_not_fit_into_memory_is_one_sentence(name: str, spoiled: Callable[..., Path]) -> None:
     with (folder := spoiled()).joinpath(name).open("r+b") as file:
         file.truncate(10**12)  # a hole
-    with pytest.raises(
-        ModelError, match=rf"its {re.escape(name)} has 1,000,000,000,000 bytes, and kvkeep reads at most"
-    ):
+    with pytest.raises(ModelError, match=r"^There is not enough memory to load the model"):
         load(folder, device="cpu")

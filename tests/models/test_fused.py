@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.models import fused as fusing
-from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.fused import FusedLayer, FusedNorm, library_computes
+from kvkeep.models.fused import FusedLayer, FusedNorm
 from kvkeep.models.loading import load
 from kvkeep.native.library import _share_threads, kernels, library
 
@@ -178,37 +177,3 @@ def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, li
         torch.set_num_threads(before)
         _share_threads(kernels())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-# ---- what a receipt takes for the library's alone --------------------------------------------------------------------
-
-LONG = {"factor": 4.0, "original_max_position_embeddings": 32}
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "llama3": LONG | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "dynamic": {"factor": 4.0},
-    "yarn": LONG,
-    "longrope": LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-}
-
-
-def fully_native(model: Any) -> bool:
-    return library_computes(model, layers_of(decoder_of(model)))
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_a_model_whose_angles_torch_computes_is_not_fully_native(kind: str, tmp_path: Path) -> None:
-    rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
-    config = hf.LlamaConfig(**COMMON | {"intermediate_size": 64}, head_dim=16, rope_parameters=rope)
-    model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
-    assert len(fused(model)) == 4 and fully_native(model) is (kind in ("default", "linear", "llama3"))
-
-
-def test_a_model_is_fully_native_if_the_library_computes_every_layer_and_logits(made: Any) -> None:
-    assert all(fully_native(made(family)) for family in FUSED)
-    others = {*OTHERS, "phi3", "gpt2", "qwen3_moe"} - {"granite"}
-    assert not any(fully_native(made(family)) for family in others)
-    capped = copy.deepcopy(made("gemma3"))
-    capped.config.get_text_config().final_logit_softcapping = 30.0
-    assert not fully_native(capped)

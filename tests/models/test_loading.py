@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvkeep.errors import KvkeepError, ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.loading import available, load
+from kvkeep.models.loading import load
 
 
 def test_a_folder_is_loaded_unchanged(model_folder: Path) -> None:
@@ -171,18 +171,6 @@ def test_a_model_too_large_for_the_device_is_refused(model_folder: Path, monkeyp
         monkeypatch.setattr(name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(ModelError, match="does not fit into the memory of cpu"):
         load(model_folder, device="cpu")
-
-
-def test_available_counts_the_files_on_disk() -> None:
-    """An empty cache has none; a damaged file counts."""
-    rows = {row.name: row for row in available()}
-    assert {"smollm2", "gemma3-270m"} <= set(rows)
-    assert all((row.fetched, row.path, row.bytes_on_disk) == (False, None, 0) for row in rows.values())
-    embedded = EMBEDDED["smollm2"]
-    gguf_path(embedded).parent.mkdir(parents=True)
-    gguf_path(embedded).write_bytes(b"x" * 1000)
-    row = next(row for row in available() if row.name == "smollm2")
-    assert (row.fetched, row.path, row.bytes_on_disk) == (True, gguf_path(embedded), 1000)
 
 
 @pytest.mark.real

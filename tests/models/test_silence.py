@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 import pytest
+from transformers.utils import logging as theirs
 
 from kvkeep.models.silence import silenced
 
 
-@pytest.mark.parametrize("handled", [False, True])
-def test_warnings_of_kvkeep_are_printed_once_and_progress_bars_are_not(
-    handled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_warnings_of_kvkeep_are_printed_and_those_of_transformers_and_bars_are_not(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(sys.stderr)] if handled else [])
-    log = logging.getLogger("kvkeep.native.library")
-    with silenced():
-        log.warning("Compiling ...")
-        log.info("a detail")
-        print("50 % of a bar", file=sys.stderr)
-    log.warning("after")
-    assert capsys.readouterr().err == "Compiling ...\nafter\n"
+    handler = logging.StreamHandler()
+    logging.root.addHandler(handler)
+    before = theirs.is_progress_bar_enabled()
+    try:
+        with silenced():
+            logging.getLogger("kvkeep.native.library").warning("Compiling ...")
+            theirs.get_logger("transformers.modeling_utils").warning("an advice")
+            logging.getLogger("huggingface_hub.file_download").warning("unauthenticated")
+            list(theirs.tqdm(range(3)))
+    finally:
+        logging.root.removeHandler(handler)
+    assert capsys.readouterr().err == "Compiling ...\n"
+    assert theirs.is_progress_bar_enabled() == before

@@ -26,9 +26,10 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.fingerprint import sampled_fingerprint
-from kvkeep.models.fused import library_computes
+from kvkeep.models.fused import FusedLayer, FusedNorm
 from kvkeep.models.loading import Loaded
 from kvkeep.models.packed import row_independent
+from kvkeep.models.rotary import Rotary
 from kvkeep.native.library import library
 from kvkeep.native.structures import NUMERICS_VERSION
 from kvkeep_lab.answers import AnswerCase
@@ -142,7 +143,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
             "or int4 on the cpu."
         )
     family = ModelGeometry.from_config(loaded.model.config).model_type
-    if not library_computes(loaded.model, layers_of(decoder_of(loaded.model))):
+    if not library_computes(loaded.model):
         raise UsageError(
             f"torch computes parts of the layers of '{loaded.name}' (a {family} model), and its bits differ from one "
             "processor to another; a receipt needs a model whose layers the native library computes: Llama, Mistral, "
@@ -150,6 +151,23 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
         )
     ids = sha256(b"".join(_ids(prompt) for prompt in prompts)).hexdigest()
     return Receipt(family, loaded.weights, sampled_fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
+
+
+def library_computes(model: Any) -> bool:
+    """Return whether the library computes all layers, norms and angles of ``model``, and the logits are not capped (by
+    torch's tanh). Then torch only rounds single elements, with the same result on every processor."""
+    config = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        return False
+    fused = [vars(layer).get("forward") for layer in layers_of(decoder_of(model))]
+    widths = {one.dim if isinstance(one, FusedLayer) else None for one in fused}
+    for module in model.modules():
+        name, forward = type(module).__name__, vars(module).get("forward")
+        if name.endswith("Norm") and not isinstance(forward, FusedNorm):
+            return False
+        if "RotaryEmbedding" in name and not (isinstance(forward, Rotary) and forward.exact and forward.dims == widths):
+            return False
+    return None not in widths
 
 
 def rows(

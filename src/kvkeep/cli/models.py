@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -16,11 +15,8 @@ from kvkeep.cli import options
 from kvkeep.cli.output import note, out, print_json
 from kvkeep.cli.startup import startup
 from kvkeep.errors import UsageError
-from kvkeep.models.embedded import EMBEDDED, gguf_path
+from kvkeep.models.embedded import EMBEDDED, Embedded, gguf_path
 from kvkeep.models.fetching import growing_path
-
-if TYPE_CHECKING:
-    from kvkeep.models.loading import AvailableModel
 
 
 def models(
@@ -44,21 +40,19 @@ def models(
         raise UsageError("--pre changes how a file is read; give it with --explain FILE.")
     if fetch is not None:
         options.check_model(fetch)
-    with startup(fetch):
-        from kvkeep.models.loading import available, load
+        with startup(fetch):
+            from kvkeep.models.loading import load
 
-        if fetch is not None:
             load(fetch, device="cpu", progress=note)
 
-    rows = available()
     if json:
-        print_json({"models": [asdict(row) | {"path": str(row.path) if row.path else None} for row in rows]})
+        print_json({"models": [_row(model) for model in EMBEDDED.values()]})
         return
     table = Table(box=None, header_style="bold")
     for heading in ("model", "on this machine", "licence", "description"):
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(row.name, _here(row), row.licence, row.description)
+    for model in EMBEDDED.values():
+        table.add_row(model.name, _here(model), model.licence, model.description)
     out.print(table)
     note("'kvkeep models --fetch MODEL' downloads one; other commands do so when they first need it.")
     note("'kvkeep models --explain FILE' prints what was read of a GGUF file.")
@@ -75,33 +69,40 @@ def _explain(name: str, pre: str | None, *, json: bool) -> None:
         raise UsageError(f"--explain takes a GGUF file or an embedded model, and '{name}' is neither.")
     found = explain(file.resolve(), pre)
     if json:
-        print_json(asdict(found))
+        print_json(found)
         return
-    about = {"file": ", ".join(found.files), "architecture": f"{found.architecture} ({found.family} in transformers)"}
-    _rows(("file", ""), _pairs(about))
-    _rows(("tokenizer", ""), _pairs(found.tokenizer))
-    _rows(("config", ""), _pairs(found.config))
-    _rows(("key", "value", "use"), [(one.key, one.value, one.use) for one in found.keys])
-    tensors = [(one.name, one.kind, "x".join(map(str, one.shape)), one.became, one.in_memory) for one in found.tensors]
-    _rows(("tensor", "stored", "shape", "weight", "in memory"), tensors)
+    about = {"file": ", ".join(found["files"])}
+    about["architecture"] = f"{found['architecture']} ({found['family']} in transformers)"
+    for heading, facts in {"file": about, "tokenizer": found["tokenizer"], "config": found["config"]}.items():
+        _rows((heading, ""), facts.items())
+    _rows(("key", "value", "use"), [one.values() for one in found["keys"]])
+    tensors = [one | {"shape": "x".join(map(str, one["shape"]))} for one in found["tensors"]]
+    _rows(("tensor", "stored", "shape", "weight", "in memory"), [one.values() for one in tensors])
 
 
-def _pairs(facts: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [(name, str(value)) for name, value in facts.items()]
-
-
-def _rows(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def _rows(headings: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None:
     table = Table(box=None, header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(str(one)) for one in row))
     out.print(table)
     out.print()
 
 
-def _here(row: AvailableModel) -> str:
-    if row.fetched:
-        return size(row.bytes_on_disk)
-    model = EMBEDDED[row.name]
+def _row(model: Embedded) -> dict[str, Any]:
+    path, growing = gguf_path(model), growing_path(model)
+    return {
+        "name": model.name,
+        "description": model.description,
+        "licence": model.licence,
+        "fetched": path.is_file(),
+        "path": str(path) if path.is_file() else None,
+        "bytes_on_disk": sum(file.stat().st_size for file in (path, growing) if file.is_file()),
+    }
+
+
+def _here(model: Embedded) -> str:
+    if (path := gguf_path(model)).is_file():
+        return size(path.stat().st_size)
     return f"{'in part' if growing_path(model).exists() else 'no'} ({size(model.size)})"

@@ -28,7 +28,7 @@ from kvkeep.engine.sampling import SMALLEST, Sampler
 from kvkeep.errors import UsageError, naming_memory
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
-from kvkeep.models.binding import check_text, digest_text
+from kvkeep.models.same_text import check_text, digest_text
 from kvkeep.policies.names import STOCK
 from kvkeep.stock import memory_of
 from kvkeep.stores.readers.round import RoundStatistics

@@ -12,11 +12,10 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,29 +25,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.adapter import Adapter, decoder_of, layers_of
+from kvkeep.models.chunks import all_but_last_chunk, check_input
 from kvkeep.models.forward import Hooks, Reading, current_attender, current_probe, set_attender
+from kvkeep.models.same_text import PREPARE, prepare
 
 NAME = "kvkeep"
-PREPARE = "prepare_inputs_for_generation"
-"""The method that transformers' ``generate`` calls before each pass with the whole text. Passes get only the new
-tokens."""
-_DROPS_CACHES = ("phi3", "phi4_multimodal", "phimoe")
-"""Families whose ``generate`` drops the cache when a text outgrows the model's first rotary frequencies, and reads the
-whole text again without a budget."""
 _CUT_QUERIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 """Families that compare the name of their attention only to leave out queries, of which :func:`_cuts_queries` takes
 care."""
 _COMPARES = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")
-_ALONG_SEQUENCE = (
-    "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position",
-    "per_layer_inputs",
-)  # fmt: skip
 _LOCK = threading.RLock()
 """The lock of binding and unbinding: threads may create a model's first caches at the same time."""
-_BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
-_GOES_ON = "Call reset() before another text, or use one cache for each text."
 # Last positions whose outputs the caller uses (0: all), set by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
 
@@ -149,24 +138,21 @@ class Replacement(partial[Any]):
 
 
 class Binding:
-    """The adapter of a bound model, and the handles that undo binding."""
+    """The hooks of a model, and its adapter if a bounded cache uses it."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.adapter: Adapter | None = None
-        self._forwards: list[tuple[nn.Module, Any]] = []  # recurrent modules, and their forward if it was replaced
         self.decoder = decoder_of(model)
         names = list(inspect.signature(self.decoder.forward).parameters)
         before = partial(_before_decoder, names)
-        self._handles = [
-            self.decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            self.decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True),
-        ]
+        self.decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        self.decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True)
         if self.decoder is not model:
-            self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
-            self._handles.append(model.register_forward_hook(_after_model, always_call=True))
+            model.register_forward_pre_hook(_before_model, with_kwargs=True)
+            model.register_forward_hook(_after_model, always_call=True)
         if hasattr(type(model), PREPARE) and PREPARE not in vars(model):
-            setattr(model, PREPARE, Replacement(_prepare, model, getattr(model, PREPARE)))
+            setattr(model, PREPARE, Replacement(prepare, model, getattr(model, PREPARE)))
 
     def stream(self) -> Adapter:
         """Register streamed attention and the hooks of the layers' residuals. After an error or an interrupt, none of
@@ -187,32 +173,16 @@ class Binding:
             for index, layer in enumerate(layers):
                 handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
             adapter = Adapter(model)
-            for module in adapter.recurrent.values():
-                self._forwards.append((module, vars(module).get("forward")))
-                module.forward = Replacement(recurrent_forward, module, module.forward)
         except BaseException:
-            self._restore(handles)
+            for handle in handles:
+                handle.remove()
+            model.set_attn_implementation("sdpa")
             raise
-        self.adapter, self._handles = adapter, self._handles + handles
+        for module in adapter.recurrent.values():
+            if not isinstance(module.forward, Replacement):  # an interrupt may have left some
+                module.forward = Replacement(recurrent_forward, module, module.forward)
+        self.adapter = adapter
         return adapter
-
-    def undo(self) -> None:
-        """Remove the hooks and restore stock attention."""
-        self._restore(self._handles)
-        vars(self.model).pop(PREPARE, None)
-        del self.model._kvkeep_binding
-
-    def _restore(self, handles: list[RemovableHandle]) -> None:
-        """Remove ``handles`` and restore stock attention."""
-        for handle in handles:
-            handle.remove()
-        for module, before in self._forwards:  # accelerate replaces the forward of modules that it moves
-            vars(module).pop("forward", None)
-            if before is not None:
-                module.forward = before
-        self._forwards = []
-        if self.model.config._attn_implementation == NAME:
-            self.model.set_attn_implementation("sdpa")
 
 
 def _unstreamable(model: Any, decoder: nn.Module) -> str | None:
@@ -250,13 +220,6 @@ def bind(model: Any) -> Adapter:
         return watch(model).stream()
 
 
-def unbind(model: Any) -> None:
-    """Undo :func:`bind` and :func:`watch`."""
-    with _LOCK:
-        if (binding := getattr(model, "_kvkeep_binding", None)) is not None:
-            binding.undo()
-
-
 def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Report the residual entering layer ``index``."""
     # The decorator that keeps this out of compiled code costs as much as a small kernel, in every layer and step.
@@ -275,57 +238,6 @@ def _enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 _enter_uncompiled = torch.compiler.disable(_enter)
-
-
-def _prepare(model: Any, prepare: Callable[..., Any], input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the text that ``generate`` begins with to the text that its cache has read. prepare: the model's own
-    method."""
-    hooks: Hooks | None = getattr(kwargs.get("cache"), "hooks", None)
-    cache: Reading | None = None if hooks is None else hooks.single
-    if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
-        begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
-        vectors = kwargs.get("inputs_embeds")
-        if begins and cache.length:
-            check_text(cache, input_ids, cut, input_ids.shape[1] if vectors is None else vectors.shape[1])
-        if begins and cache.length and cut is None:  # the input is only the new tokens
-            cache.record.note_text(None)
-        elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # otherwise the pass is refused
-            cache.record.note_text(digest_text(input_ids, None if begins else cache.record.text))
-    if cache is not None and model.config.model_type in _DROPS_CACHES:  # uses the function of other families
-        prepare = getattr(super(next(one for one in type(model).__mro__ if PREPARE in vars(one)), model), PREPARE)
-    return prepare(input_ids, *args, **kwargs)
-
-
-def check_text(cache: Reading, ids: Tensor, cut: int | None, given: int) -> None:
-    """Raise UsageError if ``generate`` begins with a text that ``cache`` has not read. cut: the number of tokens that
-    transformers regards as new; None if it passes all of them. given: the number of tokens of the text, whose ids may
-    be unknown."""
-    read, text, length = cache.length, cache.record.text, ids.shape[1]
-    if cut is not None and cut <= 0:
-        raise UsageError(f"The cache already holds {read} tokens, and this text has {given}. {_GOES_ON}")
-    if text is None or text[0] != read or len(text[1]) != len(ids) or length < read:
-        return
-    same = text == digest_text(ids[:, :read])
-    if cut is not None and not same:
-        raise UsageError(f"The cache already holds {read} tokens of another text. {_GOES_ON}")
-    if cut is None and same:
-        raise UsageError(
-            f"The cache already holds the first {read} tokens, and transformers' assisted decoding would read them "
-            "again; call reset() first."
-        )
-
-
-def digest_text(ids: Tensor, known: tuple[int, list[int]] | None = None) -> tuple[int, list[int]]:
-    """Return the number of tokens, and a digest of each row of ``ids``; another text has the same digest with
-    probability 2**-64. known: the result for the first tokens, which are then skipped. ``generate`` waits for the
-    device at every token anyway."""
-    length = ids.shape[1]
-    start, before = known or (0, [0] * len(ids))
-    mixed = ids[:, start:].long() * 0x1E3779B97F4A7C15
-    mixed += torch.arange(start, length, device=ids.device) * 0x2545F4914F6CDD1D
-    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-    added = (mixed ^ (mixed >> 32)).sum(1).tolist()
-    return length, [(old + new) % 2**64 for old, new in zip(before, added, strict=True)]
 
 
 def _before_decoder(
@@ -372,30 +284,13 @@ def _read(
     decoder: nn.Module, given: dict[str, Any], hooks: Hooks, cache: Reading, tokens: Tensor, keep: int
 ) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the arguments of the last pass."""
-    if cache.decoder not in (None, decoder):
-        raise UsageError("This cache was made for another model; make one for this model.")
+    check_input(cache, decoder, tokens, given.get("attention_mask"))
     total = tokens.shape[1]
-    if not total:
-        raise UsageError(
-            f"The input has no new token: the cache already holds all {cache.length}; append the next tokens to "
-            "the input."
-        )
-    mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] < cache.length + total:
-        raise UsageError(
-            f"The attention mask covers {mask.shape[1]} tokens, but the cache holds {cache.length} and the input has "
-            f"{total} more. {_GOES_ON}"
-        )
-    if cache.length and cache.rows != len(tokens):
-        raise UsageError(
-            f"The cache holds a batch of {cache.rows}, and the input is a batch of {len(tokens)}; call reset() before "
-            "another batch, or use one cache for each batch."
-        )
     cache.record.grow_to(cache.length + total)
     cache.admit(total)
     earlier: list[Tensor] = []
     if total > 1 and len(sizes := cache.chunks(total)) > 1:
-        given, earlier = _all_but_last_chunk(decoder, given, cache, sizes, keep)
+        given, earlier = all_but_last_chunk(decoder, given, cache, sizes, keep)
     last = given.get("logits_to_keep")
     if isinstance(last, int) and (cache.observes or _cuts_queries(decoder, given)):
         given["logits_to_keep"] = 0  # layers that share keys need all queries
@@ -405,50 +300,6 @@ def _read(
         hook.before(given["cache"], given)
     hooks.keep_outputs(earlier, last)  # not before: a hook may run passes of its own
     return given
-
-
-def _all_but_last_chunk(
-    decoder: nn.Module, given: dict[str, Any], cache: Reading, sizes: Sequence[int], keep: int
-) -> tuple[dict[str, Any], list[Tensor]]:
-    """Run all chunks of a long input but the last; return the last one's arguments, and those outputs of the others
-    that the caller uses."""
-    for wish in _BY_LAYER:
-        if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
-            raise UsageError(
-                f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the "
-                "cache a larger chunk."
-            )
-    past, total, earlier = cache.length, sum(sizes), []
-    stops = [*accumulate(sizes)]
-    cache.record.expect_more(True)
-    try:
-        for start, stop in zip([0, *stops], stops[:-1], strict=False):
-            output = decoder(**_slice(given, start, stop, total, past))
-            rows = output[0]
-            wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, stop - (total - keep)))
-            if wanted:
-                earlier.append(rows[:, rows.shape[1] - wanted :])
-    finally:
-        cache.record.expect_more(False)
-    return _slice(given, stops[-2], total, total, past), earlier
-
-
-def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) -> dict[str, Any]:
-    """Cut arguments along the new tokens to ``start``..``stop``; masks also cover the past."""
-    cut = dict(given)
-    for name in _ALONG_SEQUENCE:
-        value = cut.get(name)
-        if isinstance(value, Tensor):
-            axis = 0 if value.ndim == 1 else 1
-            cut[name] = value.narrow(axis, start, stop - start) if value.shape[axis] == total else value
-    mask = cut.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        cut["attention_mask"] = mask[:, : mask.shape[1] - total + stop]
-    elif isinstance(mask, Tensor) and mask.ndim == 4:
-        cut["attention_mask"] = mask[:, :, start:stop, : mask.shape[-1] - total + stop]
-    elif isinstance(mask, dict):
-        raise UsageError("Attention masks by layer type cannot be divided into chunks; pass a 2-D attention mask.")
-    return cut
 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

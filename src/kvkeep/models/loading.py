@@ -15,11 +15,11 @@ import torch
 from kvkeep.budget import size
 from kvkeep.errors import ModelError, ModelTooLarge, UnsupportedModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.embedded import EMBEDDED, gguf_path
-from kvkeep.models.fetching import fetch, growing_path
+from kvkeep.models.embedded import EMBEDDED
+from kvkeep.models.fetching import fetch
 from kvkeep.models.fused import fuse
 from kvkeep.models.gguf.model import GgufModel, read_model
-from kvkeep.models.model_files import check_config, check_folder, check_ids, check_index, check_sizes, check_tokenizer
+from kvkeep.models.model_files import check_config, check_folder, check_ids, check_index, check_tokenizer
 from kvkeep.models.model_names import check_device, checked_format, place_of
 from kvkeep.models.packed import Packed
 from kvkeep.models.packing import Packing
@@ -81,21 +81,6 @@ class ModelDescription:
     dtype: torch.dtype
     """The dtype of activations and entries."""
     weight_bytes: int
-
-
-@dataclass(frozen=True)
-class AvailableModel:
-    """An embedded model and its files on this machine."""
-
-    name: str
-    description: str
-    licence: str
-    fetched: bool
-    """Whether the GGUF file is on this machine."""
-    path: Path | None
-    """The GGUF file; None if it is not on this machine."""
-    bytes_on_disk: int
-    """Bytes of the GGUF file, or of the parts that an interrupted download left."""
 
 
 def load(
@@ -176,17 +161,6 @@ def describe(
             config = _read_config(source)
             made = chosen_format(requested, torch.device(device), source.gguf is not None, _stated(config))
             return ModelDescription(config, made.dtype, weight_bytes(config, made, source.stored))
-
-
-def available() -> list[AvailableModel]:
-    """Return the embedded models and their files on this machine."""
-    found = []
-    for model in EMBEDDED.values():
-        gguf = gguf_path(model)
-        there = sum(path.stat().st_size for path in (gguf, growing_path(model)) if path.is_file())
-        path = gguf if gguf.is_file() else None
-        found.append(AvailableModel(model.name, model.description, model.licence, path is not None, path, there))
-    return found
 
 
 def _source(text: str, revision: str | None, progress: Callable[[str], None], pre: str | None = None) -> Source:
@@ -288,8 +262,6 @@ def _read_config(source: Source) -> Any:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    if (folder := Path(source.place)).is_dir():
-        check_sizes(folder, source.name)
     stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
     family, name = stated.get("model_type"), source.name
     if family is not None and family not in CONFIG_MAPPING_NAMES:

@@ -14,9 +14,6 @@ from kvkeep.models.gguf.facts import MAX_LAYERS
 
 MAX_ITEMS, MAX_NUMBER = 65_536, 1 << 53
 """Items of a list (factors, types of layers), and the largest whole number."""
-MAX_FILE, MAX_TOKENIZER = 1 << 26, 1 << 29
-"""Bytes of a file of settings, and of one with a vocabulary."""
-_READ = (".json", ".jinja", ".txt", ".model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _UNBOUNDED = ("time_step_limit", "time_step_max")
 """Keys whose numbers may be infinite."""
@@ -35,17 +32,6 @@ def check_config(stated: dict[str, Any], name: str) -> None:
         if isinstance(window := part.get("sliding_window"), int) and window < 0:
             raise _damaged(name, "sliding_window", window, "a negative number of tokens")
     _check(stated, "", name)
-
-
-def check_sizes(folder: Path, name: str) -> None:
-    """Raise ModelError if a file of settings or of text in ``folder``, which is read into memory, is too large."""
-    for path in folder.iterdir():
-        largest = MAX_TOKENIZER if path.name in ("tokenizer.json", "tokenizer.model") else MAX_FILE
-        if path.suffix in _READ and path.is_file() and (found := path.stat().st_size) > largest:
-            raise ModelError(
-                f"The model '{name}' is damaged: its {path.name[:60]} has {found:,} bytes, and kvkeep reads at most "
-                f"{largest:,}."
-            )
 
 
 def check_index(folder: Path, name: str) -> None:

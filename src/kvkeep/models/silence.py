@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import logging as standard
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 
 from transformers.utils import logging
 
@@ -23,30 +21,14 @@ def without_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _shown() -> Iterator[None]:
-    """Send kvkeep's unhandled warnings to the previous standard error."""
-    logger = standard.getLogger("kvkeep")
-    if logger.hasHandlers():
-        yield
-        return
-    handler = standard.StreamHandler(sys.stderr)
-    handler.setLevel(standard.WARNING)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-@contextmanager
 def silenced() -> Iterator[None]:
-    """Silence transformers within the block; kvkeep's warnings are still shown."""
+    """Silence transformers and its hub within the block; kvkeep's warnings are still shown."""
     bars, hub = logging.is_progress_bar_enabled(), standard.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(standard.ERROR + 1)
     logging.disable_progress_bar()
     try:
-        with without_warnings(), _shown(), redirect_stderr(io.StringIO()):  # gguf's progress bars cannot be disabled
+        with without_warnings():
             yield
     finally:
         hub.setLevel(level)

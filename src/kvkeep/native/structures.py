@@ -167,8 +167,6 @@ class KvStep(ctypes.Structure):
     _fields_ = _fields("KvStep")
 
 
-PIECE_BYTES = ctypes.sizeof(KvPiece)
-"""The bytes from one piece of a table to the next."""
 Table = ctypes.Array[Any]
 """An array of structures, addresses or numbers in memory, as kernels read it."""
 

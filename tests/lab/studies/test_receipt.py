@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from conftest import WORDS, saved
-from families import tiny
+from families import COMMON, FAMILIES, tiny
 from kvkeep_lab import receipts
 from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
@@ -259,6 +260,37 @@ def test_exact_methods_have_the_digests_of_the_page(model: str) -> None:
     assert f"fingerprint {begun.fingerprint}." in section and f"prompts {begun.prompts[:SHOWN]}." in section
     for row in rows(loaded, EXACT, texts, lambda label, done: None):
         assert (f"{row.exactness}, same bits", row.logits[:SHOWN], row.session[:SHOWN]) == known[row.label], row.label
+
+
+LONG = {"factor": 4.0, "original_max_position_embeddings": 32}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": LONG | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": LONG,
+    "longrope": LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
+
+
+def packed(config: Any, folder: Path) -> Any:
+    config.intermediate_size = 64
+    return load(saved(hf.AutoModelForCausalLM.from_config(config), folder), weights="bfloat16", device="cpu").model
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_model_whose_angles_torch_computes_has_no_receipt(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
+    model = packed(hf.LlamaConfig(**COMMON, head_dim=16, rope_parameters=rope), tmp_path)
+    assert receipts.library_computes(model) is (kind in ("default", "linear", "llama3"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "qwen3_moe"])
+def test_a_receipt_needs_layers_of_the_library(family: str, tmp_path: Path) -> None:
+    model = packed(FAMILIES[family](), tmp_path)
+    assert receipts.library_computes(model) is (family not in ("phi3", "gpt2", "qwen3_moe"))
+    model.config.get_text_config().final_logit_softcapping = 30.0
+    assert not receipts.library_computes(model)
 
 
 def test_updating_one_model_keeps_the_tables_of_others() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracle_files import tokenizer_of
 from tokenizers import pre_tokenizers
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.gguf.facts import FileKeys
-from kvkeep.models.gguf.tokenizer import tokenizer_of
 from kvkeep.models.gguf.vocabulary import vocabulary_of
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

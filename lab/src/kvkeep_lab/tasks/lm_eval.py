@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -69,12 +71,12 @@ class LmEval(Task):
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Return the harness's requests for each row: the first rows for seed 0, else a random draw."""
-        with silenced():
+        with silenced(), redirect_stderr(StringIO()):
             task = self._task(sources)
             count = len(task.eval_docs)
         taken = sorted(drawn(range(count), self.samples, seed, f"Task '{self.task}' has {count} rows"))
         task.set_fewshot_seed(seed)
-        with silenced():
+        with silenced(), redirect_stderr(StringIO()):  # its bars cannot be disabled
             task.build_all_requests(samples=taken)
         made = []
         for _, group in groupby(task.instances, lambda instance: instance.doc_id):

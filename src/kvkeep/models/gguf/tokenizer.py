@@ -13,6 +13,7 @@ which no sentencepiece model has, llama.cpp makes the leftmost first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from jinja2 import meta
@@ -25,7 +26,7 @@ from kvkeep.errors import ModelError, UnsupportedModelError, out_of_memory
 from kvkeep.models.chat_templates import compiled
 from kvkeep.models.gguf.facts import FileKeys
 from kvkeep.models.gguf.pre_tokenizers import PreTokenizer
-from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary, vocabulary_of
+from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary
 from kvkeep.models.model_files import check_names
 from kvkeep.native.room import has_room
 
@@ -39,17 +40,9 @@ _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 """Types of tokens whose names are text where special tokens are not parsed."""
 
 
-def tokenizer_of(keys: FileKeys, pre: str | None = None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a file; ``pre``: the name of a pre-tokenizer to use instead of the file's.
-
-    Raises ModelError for a file whose vocabulary, merges or templates contradict themselves, UnsupportedModelError for
-    a kind of tokenizer, or a pre-tokenizer, that kvkeep does not know, UsageError for such a ``pre``.
-    """
-    return build_tokenizer(keys, vocabulary_of(keys, pre))
-
-
 def build_tokenizer(keys: FileKeys, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a file whose vocabulary was read."""
+    """Return the tokenizer of a file whose vocabulary was read. Raises ModelError for one whose merges or templates
+    contradict themselves, UnsupportedModelError for one that kvkeep cannot build."""
     count = len(vocabulary.ids)
     if not has_room(_LEAST_BYTES + _TOKEN_BYTES * count):  # the library itself would end the process
         raise out_of_memory(f"a tokenizer of {count:,} tokens")
@@ -125,30 +118,19 @@ def _with_scores(keys: FileKeys, vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _added(keys: FileKeys, vocabulary: Vocabulary) -> Iterator[AddedToken]:
-    """Yield the tokens that are split off text before it is merged."""
-    found = vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED)
-    left, right = _stripping(keys, {vocabulary.tokens[one] for one in found})
-    for one in found:
-        token = vocabulary.tokens[one]
-        special = vocabulary.types[one] in _SPECIAL
-        yield AddedToken(token, special=special, normalized=False, lstrip=token in left, rstrip=token in right)
-
-
-def _stripping(keys: FileKeys, tokens: set[str]) -> tuple[set[str], set[str]]:
-    """Return those of ``tokens`` that take along the white space before them, and after them. Files do not state it;
-    llama.cpp knows it by the names of models and pre-tokenizers.
+    """Yield the tokens that are split off text before it is merged. In models of the name Phi-3 they take along the
+    white space after them: files do not state it, and llama.cpp knows it by the name.
     Raises UnsupportedModelError if white space may be dropped that is a token."""
-    name = keys.get("general.name", str, "").lower()
-    if any(one in keys.get("tokenizer.ggml.pre", str, "") for one in ("jina-v2-de", "jina-v2-es", "jina-v2-code")):
-        return {"<mask>"}, set()
-    if "phi-3" in name or "phi3" in name:
-        if white := next((one for one in sorted(tokens) if one[0].isspace()), None):
-            raise UnsupportedModelError(
-                f"'{keys.file}' has the special token {white!r}, and white space after a special token is dropped in "
-                "models of the name Phi-3, both of which kvkeep cannot do; use another file of the model."
-            )
-        return set(), tokens - {"<unk>", "<s>", "<|endoftext|>"}
-    return ({"[MASK]"} if "modern-bert" in name else set()), set()
+    found = {one: vocabulary.tokens[one] for one in vocabulary.of(*_SPECIAL, TokenType.USER_DEFINED)}
+    stripping = re.search("phi-?3", keys.get("general.name", str, "").lower()) is not None
+    if stripping and (white := next((token for token in found.values() if token[0].isspace()), None)):
+        raise UnsupportedModelError(
+            f"'{keys.file}' has the special token {white!r}, and white space after a special token is dropped in "
+            "models of the name Phi-3, both of which kvkeep cannot do; use another file of the model."
+        )
+    for one, token in found.items():
+        strips = stripping and token not in ("<unk>", "<s>", "<|endoftext|>")
+        yield AddedToken(token, special=vocabulary.types[one] in _SPECIAL, normalized=False, rstrip=strips)
 
 
 def _template(vocabulary: Vocabulary) -> TemplateProcessing:
