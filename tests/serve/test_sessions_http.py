@@ -29,6 +29,7 @@ def body(prompt: Any, new: int, session: str = "talk", **own: Any) -> dict[str, 
 def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = small()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loaded.model, "name_or_path", "models/Tiny.gguf")
     engine = Engine(loaded, 10**8, store=Store("."))
     engine.start()
     client = TestClient(application(engine, loaded, KEYS), raise_server_exceptions=False)
@@ -41,6 +42,7 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monk
         assert call("POST", "/v1/completions", json=asked).status_code == 200
     listed = call("GET", "/v1/sessions").json()["data"]
     assert [one["name"] for one in listed] == ["two", "one"]
+    assert {one.model for one in Store(".").sessions()} == {"Tiny"}
     facts = call("GET", "/v1/sessions/one").json()
     assert (facts["state"], facts["saves"], facts["method"], facts["budget"]) == ("idle", 1, "h2o", "24")
     assert facts["tokens"] > 3 and facts["bytes"] > 0 and facts["memory_bytes"] > 0

@@ -29,6 +29,7 @@ from kvkeep.cli.serve.server_options import (
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
+from kvkeep.serve.session_pool import SessionPool
 
 
 def body(prompt: Any, new: int, session: str = "talk", **own: Any) -> dict[str, Any]:
@@ -173,6 +174,18 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="is not a bucket"):
         service.store()
+
+
+def test_a_single_server_keeps_the_locks_of_its_sessions() -> None:
+    """The installed connector changes nothing as long as nobody asks for replicas or a bucket."""
+
+    def pool(**given: str) -> type[SessionPool]:
+        return (
+            ClusterOptions(**given).service(OPTIONS | {"memory": "50MB", "sessions": None}, {"method": "full"}, ()).pool
+        )
+
+    assert pool() is SessionPool
+    assert pool(replicas="2") is pool(bucket="s3://talks/here") is SharedPool
 
 
 def test_kvkeep_finds_the_options_by_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,7 +360,7 @@ class Store:
 
 def _model_of(about: dict[str, Any]) -> str:
     name = about["notes"].get("model")
-    return name if isinstance(name, str) and name.isprintable() else str(about["family"])
+    return name if isinstance(name, str) and name and name.isprintable() else str(about["family"])
 
 
 def keys_of(about: dict[str, Any] | None) -> set[str]:

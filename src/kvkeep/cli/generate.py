@@ -134,7 +134,8 @@ def summary(result: Any) -> str:
     line = f"{result.method} ({result.exactness}{until}): {timing.prefill_tokens} tokens read at "
     line += f"{timing.prefill_tokens_per_s:.0f}/s, "
     line += f"a second time in {timing.reconstruction_s:.1f} s, " if timing.reconstruction_s else ""
-    line += f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
+    line += f"{len(result.tokens)} written"
+    line += f" at {timing.decode_tokens_per_s:.1f}/s" if len(result.tokens) > 1 else ""  # the first ends the reading
     if rounds is not None:
         line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts accepted)"
     sizes = [f"resident {size(memory.resident_bytes)}"]

@@ -10,4 +10,4 @@ class Exactness(StrEnum):
 
     EXACT = "exact"  # the same tokens as with the unbounded cache
     REVERSIBLE = "reversible"  # evicted entries can come back, approximately
-    LOSSY = "lossy"  # evicted entries are discarded
+    LOSSY = "lossy"  # evicted entries are lost or changed

@@ -17,7 +17,7 @@ from kvkeep.decode.generate import Generation, generate, positions_of
 from kvkeep.decode.prompt import Messages, encode
 from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
-from kvkeep.models.fingerprint import fingerprint_of_tokenizer
+from kvkeep.models.fingerprint import fingerprint_of_tokenizer, name_of
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,9 @@ class Conversation:
         forgotten, their blocks are removed, too."""
         self.check_savable()
         last, known = self.last, len(self.ids)
-        notes: dict[str, Any] = {"messages": self.messages, "last": None}
+        notes: dict[str, Any] = {"messages": self.messages, "last": None, "model": name_of(self.model)}
         if last is not None and last.sequence[:known] == self.ids:  # what the cached ids do not say of it
             notes["last"] = {"ahead": last.sequence[known:], "written": last.written, "stopped": last.stopped}
-        notes["model"] = self.model.name_or_path.rpartition("/")[2].removesuffix(".gguf")
         self._fingerprint = self._fingerprint or fingerprint_of_tokenizer(self.tokenizer)
         ids = [self.ids] if self.ids else []
         save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._fingerprint), forget=self._forgot)

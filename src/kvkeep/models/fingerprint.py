@@ -109,3 +109,8 @@ def _sample(tensor: Tensor) -> bytes:
 def _checksum(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data).to_bytes(4, "little")
+
+
+def name_of(model: Any) -> str:
+    """Return the name of a model's file or folder, by which a person tells sessions apart; empty without one."""
+    return str(model.name_or_path).rpartition("/")[2].removesuffix(".gguf")

@@ -281,7 +281,7 @@ PRESETS: dict[str, Preset] = {
     "kv-direct": Preset(
         OldestFirst(),
         Checkpointed,
-        "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
+        "The newest entries within the budget; all others in a checkpoint, where attention reads them exactly.",
         "arXiv:2603.19664, Algorithm 1",
         closed=True,
     ),

@@ -141,7 +141,8 @@ class SessionStorage:
             return
         try:
             stored = session.stored = session.stored or self._create(session)
-            renewed = stored.save(Session(session.cache, [session.past.ids], tokenizer=self._tokenizer))
+            notes = {"model": fingerprint.name_of(self.model)}
+            renewed = stored.save(Session(session.cache, [session.past.ids], notes, self._tokenizer))
         except Exception as error:
             assert session.name is not None
             session.followed = isinstance(error, SessionBusy)

@@ -22,8 +22,8 @@ class Coded(Protocol):
 
     layout: ClassVar[str]
     """How the native library reads them: "grouped" (``stores/evicted/coded.py``: codes, scale and offset of 32
-    entries), "by channel" (``waiting.py``: codes of entries), "sketched" (``sketch.py``: places in cells) or "spans"
-    (:class:`JoinedSpans`); empty: the library cannot read them."""
+    entries), "by channel" (the same file: codes of entries that wait for a group), "sketched" (``sketch.py``: places
+    in cells) or "spans" (:class:`JoinedSpans`); empty: the library cannot read them."""
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""

@@ -73,7 +73,9 @@ class ClusterOptions(ProcessOptions):
             )
 
     def service(self, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
-        """Return the options of a process."""
+        """Return the options of a process. A single one without a bucket keeps the locks of its sessions."""
+        if self.replicas is None and self.bucket is None:
+            return super().service(given, cache, keys)
         from kvkeep_cluster.service import ClusterService
 
         return ClusterService.parse({**given, "bucket": self.bucket}, cache, keys)

@@ -20,7 +20,7 @@ from jinja2 import meta
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from kvkeep.errors import ModelError, UnsupportedModelError, out_of_memory
 from kvkeep.models.chat_templates import compiled
