@@ -18,9 +18,9 @@ from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import EngineStopping, KvkeepError, PromptTooLong, UsageError
 from kvkeep.serve import service
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.service import warm_up
+from kvkeep.serve.session import peak_bytes
 
 PLENTY = 10**9
 

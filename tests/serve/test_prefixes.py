@@ -16,8 +16,8 @@ import kvkeep
 from kvkeep import KeepCache
 from kvkeep.models.loading import Loaded, load
 from kvkeep.models.packed import row_independent
-from kvkeep.serve.arbiter import peak_bytes, shared_parts
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.session import peak_bytes, shared_parts
 
 PLENTY, NEW = 10**9, 6
 KINDS: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from kvkeep import BudgetError, EntryState, Exactness, KeepCache, Session, Usage
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import NotCarried
 from kvkeep.policies.methods import resolve
-from kvkeep.serve.arbiter import peak_bytes
+from kvkeep.serve.session import peak_bytes
 from kvkeep.stores.readers.recalled_blocks import RecalledBlocks
 
 FAMILIES = ("llama", "qwen3", "gemma3", "phi3", "qwen3_next")
