@@ -10,7 +10,7 @@ axis the first. Rows are numbered by *slot*: their place in the sequence, paddin
   :class:`~kvkeep.memory.pages.RecentPages` the oldest are freed.
 * :class:`~kvkeep.memory.shared_rows.SharedRows`: all rows, whose first blocks several owners share.
 
-Nobody asks which of them a store is. One test compares all of them with a plain tensor.
+One test compares all of them with a plain tensor.
 """
 
 from __future__ import annotations
