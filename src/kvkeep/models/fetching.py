@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 Bytes = Callable[[int], None]
 HUB = "https://huggingface.co"
 ANSWER_S = 2.0
-"""Seconds that the hub has for an answer, and for each block of a file."""
+"""Seconds to wait for an answer of the hub, and for each block of a file."""
 BLOCK_BYTES = 1 << 20
 WHEELS = 2
 """pip holds this many copies of a wheel while it downloads."""

@@ -1,4 +1,4 @@
-"""``blocks``: beyond the model's positions, the blocks of the old text that have the words of the question."""
+"""``blocks``: past the maximum context length, the blocks of the old text that match the question."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (16, 32, 64, 128, 256)
 @dataclass(frozen=True)
 class PromisingBlocks(Recall):
     """Up to ``exact`` tokens a step attends to all entries. Beyond them, it attends to the newest entries and to
-    ``count`` blocks of older ones: the first block, and those that have the words of the question."""
+    ``count`` blocks of older ones: the first block, and those that match the question."""
 
     count: int = 16
     """Blocks of a step."""
@@ -33,7 +33,7 @@ class PromisingBlocks(Recall):
     exact: int = 0
     """The number of tokens up to which all entries are attended; 0: the model's positions."""
 
-    label: ClassVar[str] = "the blocks with the question's words"
+    label: ClassVar[str] = "the blocks that match the question"
     source: ClassVar[str] = "blocks as in InfLLM, arXiv:2402.04617; chosen by BM25"
     exactness: ClassVar[Exactness | None] = Exactness.REVERSIBLE
     backed: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Which blocks of the old text ``endless`` recalls: those with the words of the question.
+"""Which blocks of the old text ``endless`` recalls: those that match the question.
 
 The words are token ids, and pairs of consecutive ones. BM25 (Robertson and Zaragoza, "The Probabilistic Relevance
 Framework", 2009) scores each block by them: a word counts more the fewer blocks have it. The ledger has the ids of the
