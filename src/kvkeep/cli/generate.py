@@ -97,6 +97,8 @@ def generate(
         write("\n")
         if found is not None:
             note(f"the model has read {found.tokens:,} of the file's {found.total:,} tokens (--excerpts)")
+        if result.stopped == "length":
+            note(f"cut off after {sampling.max_tokens} tokens (--max-tokens)")
         note(summary(result))
     if result.stopped == "interrupted":
         raise Interrupted("Interrupted; the answer above is not complete.")
