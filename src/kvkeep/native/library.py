@@ -90,7 +90,7 @@ def _absent() -> str:
 
 @functools.cache
 def _loaded() -> ctypes.CDLL | None:
-    """Load the library and check that it has the interface of kvkeep.h; None where it cannot be used, which a warning
+    """Load the library and check that it was compiled with this kvkeep.h; None if it cannot be used, which a warning
     says."""
     try:
         _check_digest()

@@ -359,7 +359,7 @@ class Job:
             return self.failure(error)
 
     def failure(self, error: Exception) -> KvkeepError:
-        """Return the error that the client gets for ``error``. Of an unexpected one it has the type only, never the
+        """Return the error that the client gets for ``error``. An unexpected error gives only its type, never its
         message, which may quote a prompt or a path; the log has its place."""
         if ran_out_of_memory(error):
             tokens = len(self.ask.prompt)

@@ -167,7 +167,7 @@ class SessionStorage:
             log.warning("A session cannot be closed: %s", error)
 
     def naming_session(self, name: Name, work: Callable[[], T]) -> T:
-        """Return the result of ``work``; its SessionError has the session's name instead of a path."""
+        """Return the result of ``work``; its SessionError names the session instead of a path."""
         try:
             return work()
         except SessionError as error:
