@@ -265,7 +265,7 @@ def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tup
         return None
     set_attender(None)
     if hooks.single is not None:
-        hooks.single.turn.take()
+        hooks.single.owner.take()
         given = _read(decoder, given, hooks, hooks.single, tokens, keep)
     mask = given.get("attention_mask")
     positions = hooks.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids"), mask)
@@ -324,7 +324,7 @@ def _close(past: Any, hooks: Hooks, output: Any) -> Any:
         return None if cache is None else _finish(past, hooks, cache, output)
     finally:
         if cache is not None and not (cache.record.continues or cache.rehearsing):  # else more passes follow
-            cache.turn.leave()
+            cache.owner.leave()
 
 
 def _finish(past: Any, hooks: Hooks, cache: Reading, output: Any) -> Any:

@@ -81,8 +81,8 @@ class Reading(Protocol):
     """Tokens of a chunk."""
     rehearsing: bool
     """Whether the entries of the pass are discarded."""
-    turn: Any
-    """Which thread's pass uses the cache (:class:`~kvkeep.passes.turn.Turn`)."""
+    owner: Any
+    """The thread whose pass uses the cache (:class:`~kvkeep.passes.pass_owner.PassOwner`)."""
     pass_hooks: Any
     """Called before and after a pass (:class:`~kvkeep.contracts.hook.PassHook`)."""
 

@@ -51,12 +51,14 @@ class FusedNorm:
     def holds(self) -> bool:
         """Return whether :attr:`weight` is that of the module's parameter. Changes of ``parameter.data`` in place leave
         no trace."""
-        own: Any = self.norm._parameters["weight"]
+        weight: Any = self.norm._parameters.get("weight")
+        if weight is None:
+            return False
         seen = self._seen
-        version = 0 if own.is_inference() else own._version
-        if own is not seen[0] or version != seen[1] or own.data_ptr() != seen[2]:
-            self._seen = own, version, own.data_ptr()
-            self._holds = torch.equal(own.detach().float() + self.offset, self.weight)
+        version = 0 if weight.is_inference() else weight._version
+        if weight is not seen[0] or version != seen[1] or weight.data_ptr() != seen[2]:
+            self._seen = weight, version, weight.data_ptr()
+            self._holds = torch.equal(weight.detach().float() + self.offset, self.weight)
         return self._holds
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ class FusedLayer:
         inner = [part for part in layer.modules() if part is not layer]
         self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         # Adapters replace modules: what each holder has, and had.
-        self._held = [(one._modules, [*one._modules.values()]) for one in (layer, attention, mlp)]
+        self._submodules = [(one._modules, [*one._modules.values()]) for one in (layer, attention, mlp)]
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         sandwiched = hasattr(layer, names[0])  # as in Gemma: norms also after attention and MLP
         norms = {
@@ -198,7 +200,7 @@ class FusedLayer:
         """Whether the layer has the modules and norms that it had, and none of its modules has a hook."""
         if any(self._hooks):
             return False
-        for modules, before in self._held:
+        for modules, before in self._submodules:
             if [*modules.values()] != before:
                 return False
         return all([norm.holds() for norm in self._norms])

@@ -25,8 +25,8 @@ from kvkeep.memory.disk_rows import DiskChecks
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
+from kvkeep.passes.pass_owner import PassOwner
 from kvkeep.passes.record import TextRecord
-from kvkeep.passes.turn import Turn
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
@@ -67,7 +67,7 @@ class CacheStream:
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.any_chunk = method.exactness == "exact" and not method.oneshot  # no chunk changes an answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
-        self.record, self.turn = TextRecord(), Turn()
+        self.record, self.owner = TextRecord(), PassOwner()
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
@@ -155,13 +155,13 @@ class CacheStream:
     ) -> Tensor | None:
         """Record the tokens of a pass. Return the positions for the model; None: the model computes them. Raises
         UsageError during another thread's pass."""
-        self.turn.take()
+        self.owner.take()
         self.roll_back()
         if self._disturbed:
             self._disturbed = False
             warnings.warn(
-                f"A forward pass with '{self.method.name}' was undone, and entries that it had evicted are gone, so what "
-                "follows may differ; call reset() and read the text again where that matters.",
+                f"A forward pass with '{self.method.name}' was undone, and entries that it had evicted are gone, so "
+                "what follows may differ; call reset() and read the text again where that matters.",
                 stacklevel=2,
             )
         self.record.note_pass(self._given_by_ids(ids, positions, mask))
@@ -391,7 +391,7 @@ class CacheStream:
         """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
         restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
         undone, EntriesLost if entries on disk are lost, and UsageError during another thread's pass."""
-        self.turn.check()
+        self.owner.check()
         self.disk.check()
         in_round = self.round is not None and self.round.open
         lost = any(layer.lost for layer in self.bounded)

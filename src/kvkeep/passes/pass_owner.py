@@ -1,4 +1,4 @@
-"""Whose turn it is: one thread at a time runs forward passes with a cache."""
+"""The owner of a cache's forward pass: one thread at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _RUNNING = ("torch.nn.modules.module", "torch._dynamo.eval_frame")
 """The code that calls a decoder, compiled or not: while a pass runs, its thread is within it."""
 
 
-class Turn:
+class PassOwner:
     """The thread whose forward pass uses a cache.
 
-    torch's hooks miss interrupts, so a pass may end without :meth:`leave`. Its thread can go on then, and others can as
-    soon as it runs no model.
+    torch's hooks miss interrupts, so a pass may end without :meth:`leave`. Its thread can begin another one then, and
+    others can as soon as that thread runs no model.
     """
 
     def __init__(self) -> None:
@@ -24,17 +24,17 @@ class Turn:
 
     @property
     def mine(self) -> bool:
-        """Whether it is this thread's turn."""
+        """Whether this thread is the owner."""
         return self._thread == threading.get_ident()
 
     def take(self) -> None:
         """Begin a pass. Raises UsageError during another thread's pass."""
-        with self._lock:  # two threads may find the same turn over
+        with self._lock:  # two threads may find that the owner's pass has ended
             self.check()
             self._thread = threading.get_ident()
 
     def leave(self) -> None:
-        """End this thread's turn, if it has it."""
+        """End this thread's pass; another thread's goes on."""
         if self.mine:
             self._thread = None
 
