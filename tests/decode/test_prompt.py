@@ -13,7 +13,8 @@ from conftest import tokenizer
 from scripted import BEGIN, CONTENTS, START, TEMPLATE, TURN, byte_level, sentencepiece, write_gguf
 
 from kvkeep.decode import prompt as prompts
-from kvkeep.decode.prompt import encode, read_text
+from kvkeep.decode.prompt import encode
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import UsageError
 from kvkeep.models.chat_templates import filled
 from kvkeep.models.gguf.model import read_model
