@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +13,10 @@ from families import VOCABULARY, tiny
 from helpers import broken, forward
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
-from kvkeep import KeepCache, KvkeepError
+from kvkeep import KeepCache, KvkeepError, UsageError
+from kvkeep.engine.batch import Read
+from kvkeep.engine.batch import forward as together
+from kvkeep.passes.stream import CacheStream
 from kvkeep.transfer import state
 
 TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
@@ -120,3 +126,102 @@ def test_without_the_kernel_a_later_chunk_sees_the_past_and_no_padding(
     seen = mask.bool()
     torch.testing.assert_close(torch.cat(found, 1)[seen], expected[seen], atol=0.02, rtol=0.02)
     assert refuses == "the kernel" or not cache.describe()[0].same_bits
+
+
+def elsewhere(act: Callable[[], object]) -> Any:
+    """Return what ``act`` returns or raises in another thread."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(act())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize(("method", "budget"), WAYS)
+def test_another_thread_is_refused_during_a_pass(method: str, budget: int | None) -> None:
+    model, found = tiny("llama"), []
+    cache, other = (KeepCache(model, method, budget) for _ in range(2))
+    for one in (cache, other):
+        forward(model, one, TEXT[:, :40])
+
+    def intruding(*_: Any) -> None:
+        acts: tuple[Callable[[], object], ...] = (
+            lambda: forward(model, cache, TEXT[:, 41:42]),
+            lambda: forward(model, cache, TEXT[:, 40:60]),
+            lambda: cache.crop(-1),
+            lambda: cache.reorder_cache(torch.tensor([0])),
+            cache.fork,
+            lambda: state(cache),
+            cache.reset,
+            lambda: together(model, [Read(cache, [3])])[0],
+        )
+        found.extend(elsewhere(act) for act in acts)
+
+    handle = model.model.layers[2].register_forward_pre_hook(lambda *_: None if found else intruding())
+    for token in (40, 41):
+        logits = [forward(model, one, TEXT[:, token : token + 1]).logits for one in (cache, other)]
+        assert torch.equal(*logits)
+    handle.remove()
+    assert [type(one) for one in found] == [UsageError] * 8 and all("another thread" in str(one) for one in found)
+    assert not isinstance(elsewhere(lambda: forward(model, cache, TEXT[:, 42:44])), Exception)
+
+
+def test_a_long_text_is_one_threads_from_chunk_to_chunk() -> None:
+    model, found = tiny("llama"), []
+    cache = KeepCache(model, "kv-direct", 16, chunk=16)
+    cache.stream.record.tell(lambda done: found.append(elsewhere(lambda: forward(model, cache, TEXT[:, :1]))))
+    forward(model, cache, TEXT)
+    assert len(found) == 4 and all(isinstance(one, UsageError) for one in found)
+
+
+@pytest.mark.parametrize("method", ["full", "kv-direct"])
+def test_another_thread_goes_on_after_an_interrupt(method: str) -> None:
+    model = tiny("llama")
+    cache, other = (KeepCache(model, method, 16 if method == "kv-direct" else None) for _ in range(2))
+    for one in (cache, other):
+        forward(model, one, TEXT[:, :40])
+    with broken(model, 2, KeyboardInterrupt):
+        forward(model, cache, TEXT[:, 40:50])
+    expected = forward(model, other, TEXT[:, 40:50]).logits
+    torch.testing.assert_close(elsewhere(lambda: forward(model, cache, TEXT[:, 40:50]).logits), expected)
+
+
+@pytest.mark.parametrize(("method", "budget"), WAYS)
+def test_undoing_a_pass_may_be_interrupted(method: str, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    cache, other = (KeepCache(model, method, budget) for _ in range(2))
+    for one in (cache, other):
+        forward(model, one, TEXT[:, :40])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("commit", "forget_from"):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(CacheStream, name, interrupted)
+            forward(model, cache, TEXT[:, 40:41])
+    expected = [forward(model, other, TEXT[:, place : place + 1]).logits for place in (40, 41)]
+    found = [forward(model, cache, TEXT[:, place : place + 1]).logits for place in (40, 41)]
+    assert cache.get_seq_length() == 42
+    if method != "h2o":
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("method", "budget"), WAYS)
+def test_a_lossy_cache_says_once_that_a_pass_was_undone(method: str, budget: int | None) -> None:
+    model, cache = tiny("llama"), KeepCache(tiny("llama"), method, budget)
+    forward(model, cache, TEXT[:, :40])
+    with broken(model, 2, KeyboardInterrupt):
+        forward(model, cache, TEXT[:, 40:50])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            forward(model, cache, TEXT[:, 40:41])
+    assert ["call reset()" in str(one.message) for one in told] == [True] * (method == "h2o")

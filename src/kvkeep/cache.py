@@ -171,7 +171,9 @@ class KeepCache(RecurrentCache):
 
     def reset(self, shares: Sequence[Sequence[int]] | None = None) -> None:
         """Forget everything and free the memory. shares: :attr:`shares` of a text whose entries the caller restores;
-        the cache then begins as after a second reading."""
+        the cache then begins as after a second reading. Raises UsageError during another thread's pass."""
+        if (before := vars(self).get("stream")) is not None:
+            before.owner.check()
         made = assemble(self.request, self.model, self.geometry, shares, None if shares is None else self.meter)
         first, rereading = self.request.reading if shares is None else None, None
         if first is not None:  # the assembly above only checks the method's layers

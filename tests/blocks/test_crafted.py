@@ -48,3 +48,23 @@ def test_an_odd_reference_is_one_sentence_for_every_command(what: str, tmp_path:
     for name in [info.name for info in store.sessions()]:
         store.remove(name)
     assert not [*tmp_path.rglob("*.json")]
+
+
+@pytest.mark.parametrize("what", ["page", "ids"])
+def test_numbers_that_no_cache_can_have_are_found_at_the_load(what: str, tmp_path: Path) -> None:
+    """The ids that a checkpoint keeps of its text lie in a block, and are those that the model would read."""
+    store, ids = Store(tmp_path / "store"), prompt(1, 40)
+    cache = KeepCache(tiny("llama"), "kv-direct", 16, checkpoint="residual")
+    step("llama", cache, ids)
+    with StoredSession(store, "s", writing=True) as stored:
+        if what == "ids":
+            cache.ledger.ids.view()[0, 3] = 10**6
+        stored.save(Session(cache, ids.tolist()))
+        if what == "page":
+            stored.commit(stored.about | {"options": stored.about["options"] | {"page": 2**63}})  # type: ignore[operator,index]
+    with StoredSession(store, "s") as stored:
+        if what == "page":
+            with pytest.raises(SessionError, match="The page of a cache must be a whole number"):
+                stored.load(tiny("llama"))
+        else:
+            assert not stored.load(tiny("llama")).cache.get_seq_length()  # it is read again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -105,13 +106,27 @@ def test_the_flags_of_the_pull_request(
         (("-p", "a", "-b", "99999999999", "-x", "static"), "not enough memory"),
         (("-p", "a", "--excerpts", "128"), "give a prompt and --file"),
         (("-p", "a\udcff"), "not UTF-8"),
+        (("-p", "a", "-f", "PIPE"), "no program writes to it"),
     ],
 )
-def test_bad_input_is_one_sentence(run: Run, model_folder: Path, arguments: tuple[str, ...], sentence: str) -> None:
+def test_bad_input_is_one_sentence(
+    run: Run, model_folder: Path, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    os.mkfifo(tmp_path / "PIPE")
+    arguments = tuple(str(tmp_path / one) if one == "PIPE" else one for one in arguments)
     code, out, err = run("generate", "-m", str(model_folder), *arguments)
     assert code in (1, 2) and out == ""
     lines = [line for line in err.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("kvkeep: ") and sentence in lines[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "a", "-m"), ("plan", "-m"), ("models", "--explain"), ("chat", "-m"), ("cache", "list", "--sessions")],
+)
+def test_a_name_that_is_too_long_is_one_sentence(run: Run, command: tuple[str, ...]) -> None:
+    code, _, err = run(*command, "1" * 300)
+    assert code in (1, 2) and err.startswith("kvkeep: ") and len(err.splitlines()) == 1
 
 
 def test_methods_and_models_as_json(run: Run) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from scripted import BEGIN, CONTENTS, START, TEMPLATE, TURN, byte_level, sentenc
 
 from kvkeep.decode import prompt as prompts
 from kvkeep.decode.prompt import encode
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import UsageError
 from kvkeep.models.chat_templates import filled
 from kvkeep.models.gguf.model import read_model
@@ -114,3 +118,18 @@ def test_templates_are_filled_with_marks_once_for_the_same_roles(monkeypatch: py
     for content in ("the", "river", "stone"):
         encode(own, [{"role": "user", "content": content}])
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("late", [0.0, 1.3], ids=["at once", "late"])
+def test_a_pipe_that_a_program_writes_to_is_a_text(late: float, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+
+    def write() -> None:
+        with pipe.open("w") as file:
+            time.sleep(late)
+            file.write("a text")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_text(str(pipe)) == "a text"
+    writer.join()

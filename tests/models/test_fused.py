@@ -129,6 +129,55 @@ def test_hooks_on_fused_layers_are_called(made: Any) -> None:
     assert torch.equal(logits(model), before) and len(called) == 1
 
 
+class Adapter(torch.nn.Module):
+    """A module that adds to another one's output, as adapters do."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+def _replace(layer: Any) -> None:
+    layer.input_layernorm.weight = torch.nn.Parameter(layer.input_layernorm.weight * 2)
+
+
+def _load(layer: Any) -> None:
+    layer.input_layernorm.load_state_dict({"weight": layer.input_layernorm.weight * 2})
+
+
+def _assign(layer: Any) -> None:
+    layer.input_layernorm.weight.data = layer.input_layernorm.weight.data * 2
+
+
+CHANGES: dict[str, Any] = {
+    "down": lambda layer: setattr(layer.mlp, "down_proj", Adapter(layer.mlp.down_proj)),
+    "query": lambda layer: setattr(layer.self_attn, "q_proj", Adapter(layer.self_attn.q_proj)),
+    "mlp": lambda layer: setattr(layer, "mlp", Adapter(layer.mlp)),
+    "norm": lambda layer: setattr(layer, "input_layernorm", Adapter(layer.input_layernorm)),
+    "weight": _replace,
+    "loaded": _load,
+    "data": _assign,
+}
+"""Changes of a loaded model's layer."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_a_fused_layer_count(change: str, made: Any) -> None:
+    model = copy.deepcopy(made("llama"))
+    before, caches = logits(model), [KeepCache(model, "full") for _ in range(2)]
+    for one in caches:
+        logits(model, IDS[:1, :9], cache=one)
+    token = logits(model, IDS[:1, 9:10], cache=caches[0])  # all layers in one call
+    with torch.no_grad():
+        CHANGES[change](model.model.layers[1])
+    assert not torch.equal(logits(model), before)
+    assert_alike(logits(model), logits(plain(model)))
+    assert not torch.equal(logits(model, IDS[:1, 9:10], cache=caches[1]), token)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_a_fused_model_are_independent(copied: Any, made: Any) -> None:
     model = copy.deepcopy(made("qwen3"))

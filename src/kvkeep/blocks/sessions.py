@@ -56,7 +56,7 @@ from kvkeep.errors import (
     ran_out_of_memory,
 )
 from kvkeep.memory.disk_rows import check_read
-from kvkeep.memory.extent import ShapeError
+from kvkeep.memory.extent import ShapeError, within
 from kvkeep.memory.rows import BLOCK
 from kvkeep.models.adapter import processes
 from kvkeep.models.fingerprint import fingerprint
@@ -262,7 +262,8 @@ class StoredSession(Reference):
             raise SessionError(
                 "it was saved with another tokenizer, whose token ids differ; load that one, or start a new session."
             )
-        if any(max(row, default=0) >= model.get_input_embeddings().num_embeddings for row in about["ids"]):
+        known = range(model.get_input_embeddings().num_embeddings)
+        if any(row and not (min(row) in known and max(row) in known) for row in about["ids"]):
             raise damaged("it has token ids that the model does not have")
         with suppress(TypeError):
             request = Request.parse(about["method"], about["budget"], **about["options"])
@@ -337,6 +338,8 @@ def _fill(cache: KeepCache, about: dict[str, Any], blocks: Sequence[Block], stat
             if holding.length != past["length"]:
                 raise ShapeError(f"layer {number} has {holding.length} of {past['length']} tokens")
             holding.check()
+    if cache.ledger.records:  # a checkpoint may read them with the model
+        within("ids", cache.ledger.ids.view(), 0, cache.model.get_input_embeddings().num_embeddings)
     cache.stream.record.keep_block_ends(_ends(state))
 
 

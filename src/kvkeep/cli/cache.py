@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class StorePlace:
         """Return the named store, which exists, or the user's. Raises SessionError and UsageError."""
         from kvkeep.blocks.store import user_store
 
-        if self.sessions is not None and not Path(self.sessions).exists():
+        if self.sessions is not None and not os.path.exists(self.sessions):
             raise SessionError(
                 f"There is no folder '{self.sessions}'; give the folder of the sessions with --sessions."
             )

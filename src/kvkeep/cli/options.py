@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -193,7 +194,7 @@ def check_model(model: str, weights: str = "auto", device: str | None = None, *,
     """
     checked_format(weights)
     check_device(device)
-    if not (config and model.endswith(".json") and Path(model).expanduser().is_file()):
+    if not (config and model.endswith(".json") and os.path.isfile(Path(model).expanduser())):
         place_of(model)
 
 

@@ -35,12 +35,14 @@ class CachedText:
         state cannot be cropped, the cache goes back to the last block's end before that at which it was kept
         (:func:`kvkeep.blocks.beginnings.watch`), or is reset. A cache whose entries depend on all tokens that it has
         read (:attr:`KeepCache.crops`) is reset in any case: the model reads the prompt again. So is one that has lost
-        entries on disk."""
+        entries on disk, or in an unfinished step."""
         if isinstance(self.cache, KeepCache):
             try:
                 self.cache.stream.check_disk()
             except EntriesLost as error:
                 log.warning("A text of %d tokens is read again. %s", len(self.ids), error)
+                self.cache.reset()
+            if self.cache.stream.record.take_undone() and not self.cache.crops:
                 self.cache.reset()
         self.cut(common_prefix(self.ids, prompt[:-1]))
         self.settle(prompt)

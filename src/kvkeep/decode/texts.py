@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import select
+import stat
 import sys
 from pathlib import Path
 from typing import IO
 
 from kvkeep.errors import EmptyText, UsageError, reason_of
 
+PIPE_S = 1.0
+"""Seconds to wait for the program that writes to a named pipe."""
+
 
 def read_text(path: str) -> str:
     """Return the text of a file, or of standard input for ``-``, without a byte order mark. Raises UsageError if there
     is no readable text, EmptyText if the file is empty."""
     try:
-        data = standard_input().read() if path == "-" else Path(path).read_bytes()
+        data = standard_input().read() if path == "-" else _content(path)
     except OSError as error:
         raise UsageError(f"The file '{path}' cannot be read: {reason_of(error)}.") from error
     name = "standard input" if path == "-" else f"the file '{path}'"
@@ -26,6 +32,18 @@ def read_text(path: str) -> str:
     if not text.strip():
         raise EmptyText(f"There is no text in {name}: it is empty.")
     return text
+
+
+def _content(path: str) -> bytes:
+    """Return the content of a file, or of a pipe that a program has opened for writing. Raises OSError."""
+    if not stat.S_ISFIFO(os.stat(path).st_mode):
+        return Path(path).read_bytes()
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
+        first = b"" if select.select([pipe], [], [], PIPE_S)[0] else pipe.raw.read(1)  # None: there is a writer
+        if first == b"" and not select.select([pipe], [], [], 0)[0]:
+            raise UsageError(f"The pipe '{path}' cannot be read: no program writes to it; give a file.")
+        os.set_blocking(pipe.fileno(), True)
+        return (first or b"") + pipe.read()
 
 
 def standard_input() -> IO[bytes]:

@@ -263,7 +263,9 @@ def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tup
     tokens = ids if ids is not None else embeddings
     if tokens is None:
         return None
+    set_attender(None)
     if hooks.single is not None:
+        hooks.single.owner.take()
         given = _read(decoder, given, hooks, hooks.single, tokens, keep)
     mask = given.get("attention_mask")
     positions = hooks.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids"), mask)
@@ -316,10 +318,17 @@ def _close(past: Any, hooks: Hooks, output: Any) -> Any:
     if current_attender() is not hooks:
         return None
     set_attender(None)
-    hooks.end_forward(completed=output is not None)
     cache: Reading | None = hooks.single
-    if cache is None:
-        return None
+    try:
+        hooks.end_forward(completed=output is not None)
+        return None if cache is None else _finish(past, hooks, cache, output)
+    finally:
+        if cache is not None and not (cache.record.continues or cache.rehearsing):  # else more passes follow
+            cache.owner.leave()
+
+
+def _finish(past: Any, hooks: Hooks, cache: Reading, output: Any) -> Any:
+    """Return the output of a single cache's pass, with those of the chunks before it; None if nothing is changed."""
     for hook in cache.pass_hooks if output is not None else ():
         hook.after(past)
     earlier, last = hooks.take_outputs()

@@ -79,6 +79,10 @@ class Reading(Protocol):
     """The only decoder whose passes the cache takes part in; None: any."""
     chunk: int
     """Tokens of a chunk."""
+    rehearsing: bool
+    """Whether the entries of the pass are discarded."""
+    owner: Any
+    """The thread whose pass uses the cache (:class:`~kvkeep.passes.pass_owner.PassOwner`)."""
     pass_hooks: Any
     """Called before and after a pass (:class:`~kvkeep.contracts.hook.PassHook`)."""
 

@@ -41,14 +41,29 @@ class FusedNorm:
     """The forward of an RMSNorm by the kernel."""
 
     def __init__(self, norm: nn.Module, offset: float) -> None:
-        self.norm = norm
+        self.norm, self.offset = norm, offset
         self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
         """The factors, (width,) float32."""
         self.eps = _eps(norm)
+        self._seen: tuple[Any, int, int] = None, 0, 0
+        self._holds = False
+
+    def holds(self) -> bool:
+        """Return whether :attr:`weight` is that of the module's parameter. Changes of ``parameter.data`` in place leave
+        no trace."""
+        weight: Any = self.norm._parameters.get("weight")
+        if weight is None:
+            return False
+        seen = self._seen
+        version = 0 if weight.is_inference() else weight._version
+        if weight is not seen[0] or version != seen[1] or weight.data_ptr() != seen[2]:
+            self._seen = weight, version, weight.data_ptr()
+            self._holds = torch.equal(weight.detach().float() + self.offset, self.weight)
+        return self._holds
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of ``x``, (..., width)."""
-        if not _ours(x):
+        if not (_ours(x) and self.holds()):
             return type(self.norm).forward(self.norm, x)
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -81,6 +96,8 @@ class FusedLayer:
         # A module with hooks must be called.
         inner = [part for part in layer.modules() if part is not layer]
         self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        # Adapters replace modules: what each holder has, and had.
+        self._submodules = [(one._modules, [*one._modules.values()]) for one in (layer, attention, mlp)]
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         sandwiched = hasattr(layer, names[0])  # as in Gemma: norms also after attention and MLP
         norms = {
@@ -96,7 +113,7 @@ class FusedLayer:
             raise TypeError("a norm differs from RMSNorm")
         if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
             raise TypeError("norms differ in their epsilon")
-        self._weights = fused
+        self._weights, self._norms = fused, [norm for norm in fused.values() if norm is not None]
         self._parts = [_joined(projections), [attention.o_proj], _joined([mlp.gate_proj, mlp.up_proj]), [mlp.down_proj]]
         self.all: FusedLayers | None = None  # set in the first layer: runs all layers
 
@@ -160,7 +177,7 @@ class FusedLayer:
             or position_embeddings[0].shape[-1] != self.dim  # only a part of each head is rotated
             or not _ours(hidden_states)
             or kwargs.get("output_attentions")
-            or any(self._hooks)
+            or not self.unchanged
         ):
             given: dict[str, Any] = {"attention_mask": attention_mask, "cache": cache}
             given |= {"position_embeddings": position_embeddings} | kwargs
@@ -177,6 +194,16 @@ class FusedLayer:
             self.attention, query, key, value, attention_mask, dropout=0.0, scaling=self.attention.scaling, **kwargs
         )
         return self._leave(output, residual)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the layer has the modules and norms that it had, and none of its modules has a hook."""
+        if any(self._hooks):
+            return False
+        for modules, before in self._submodules:
+            if [*modules.values()] != before:
+                return False
+        return all([norm.holds() for norm in self._norms])
 
     def _enter(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = x.contiguous()
@@ -208,13 +235,13 @@ class FusedLayers:
         return cls(layers) if len(shapes) == 1 and ordered else None
 
     def can_run(self, steps: Sequence[Any]) -> bool:
-        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or replaced. A cache's
+        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or changed. A cache's
         hook on the input of a layer does not count."""
         return len(steps) == len(self.layers) and all(
             one.layer.forward is one
             and not one.layer._forward_hooks
             and len(one.layer._forward_pre_hooks) < 2
-            and not any(one._hooks)
+            and one.unchanged
             for one in self.layers
         )
 

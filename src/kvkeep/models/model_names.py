@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -32,16 +33,16 @@ def place_of(text: str, revision: str | None = None) -> Path | None:
     if not text.strip():
         raise UsageError("The model's name is empty; give an embedded model, a GGUF file, a folder or a hub id.")
     path = Path(text).expanduser()
-    on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
+    on_hub = text not in EMBEDDED and not os.path.exists(path) and _HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:
         raise UsageError(f"A revision is for a model on the hub, and '{text}' is not a hub id; leave it out.")
     if text in EMBEDDED or on_hub:
         return None
-    if path.is_dir():
+    if os.path.isdir(path):  # a name that is too long is none, and no error as with Path
         if not (path / "config.json").is_file():
             raise ModelError(f"The folder '{text}' is not a model: it has no config.json.")
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         _check_magic(text, path)
         return path
     if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):

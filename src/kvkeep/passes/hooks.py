@@ -112,6 +112,7 @@ class ForwardHooks:
         return torch.cat(found, 1)
 
     def _begin(self, session: SessionPass, ids: Tensor, positions: Tensor) -> Tensor | None:
+        session.stream.owner.take()
         session.stream.record.expect_more(session.cut)
         session.stream.admit(ids.shape[1])
         return session.stream.begin_forward(ids, None, positions, None)
@@ -264,11 +265,14 @@ class ForwardHooks:
         ended = [(session, [index for index in run if index in session.steps]) for session in self.sessions]
         self._forget_steps()  # they hold ranks, and memory is counted below
         for session, layers_run in ended:
+            if not session.stream.owner.mine:  # another thread's pass
+                continue
             try:
                 self._attempt(session, self._end, session, layers_run, completed and session.error is None)
             finally:
                 if self.packed:
                     session.stream.record.expect_more(False)
+                    session.stream.owner.leave()
         self._close()
 
     def _end(self, session: SessionPass, run: list[int], completed: bool) -> None:

@@ -7,6 +7,7 @@ and the stream attends to the past. The stream also attends in all other layers 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from kvkeep.memory.disk_rows import DiskChecks
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
+from kvkeep.passes.pass_owner import PassOwner
 from kvkeep.passes.record import TextRecord
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
@@ -65,7 +67,7 @@ class CacheStream:
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.any_chunk = method.exactness == "exact" and not method.oneshot  # no chunk changes an answer
         self.moving = bool(geometry.sliding_layers or geometry.other_layers)
-        self.record = TextRecord()
+        self.record, self.owner = TextRecord(), PassOwner()
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
@@ -75,6 +77,7 @@ class CacheStream:
         self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = self._read = 0
         self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
+        self._disturbed = False  # whether a lossy method's pass was undone, and no pass has followed
         self._masked = False  # whether the caller's mask masks more than padding
 
     @contextmanager
@@ -150,8 +153,17 @@ class CacheStream:
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Record the tokens of a pass. Return the positions for the model; None: the model computes them."""
+        """Record the tokens of a pass. Return the positions for the model; None: the model computes them. Raises
+        UsageError during another thread's pass."""
+        self.owner.take()
         self.roll_back()
+        if self._disturbed:
+            self._disturbed = False
+            warnings.warn(
+                f"A forward pass with '{self.method.name}' was undone, and entries that it had evicted are gone, so "
+                "what follows may differ; call reset() and read the text again where that matters.",
+                stacklevel=2,
+            )
         self.record.note_pass(self._given_by_ids(ids, positions, mask))
         if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
             new = embeddings if ids is None else ids
@@ -378,7 +390,8 @@ class CacheStream:
     def roll_back(self, restoring: bool = False) -> None:
         """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
         restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
-        undone, and EntriesLost if entries on disk are lost."""
+        undone, EntriesLost if entries on disk are lost, and UsageError during another thread's pass."""
+        self.owner.check()
         self.disk.check()
         in_round = self.round is not None and self.round.open
         lost = any(layer.lost for layer in self.bounded)
@@ -390,15 +403,16 @@ class CacheStream:
             )
         if not self.open:
             return
+        # Until all of it is done the pass stays open: an interrupt may come here, too.
         if self.round is not None and in_round:
-            self.open = False
             self.round.retract()
-            return
+        else:
+            self.record.note_undone()
+            self._disturbed = self.observes and not self.method.recall.endless
+            for layer in self.bounded:
+                layer.truncate(self._known)
+            self.forget_from(self._known)
         self.open = False
-        self.record.note_undone()
-        for layer in self.bounded:
-            layer.truncate(self._known)
-        self.forget_from(self._known)
 
     @property
     def must_reread(self) -> bool:

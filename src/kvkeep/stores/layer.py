@@ -192,10 +192,11 @@ class Layer(CacheLayerMixin):
     def truncate(self, length: int) -> None:
         self.pending = None
         self.reader.truncate(self, length)
-        before, self.length = self.length, min(self.length, length)
-        self.resident.truncate(self.length)
-        if self.length < before:
-            self.evicted.truncate(self.length, self.resident)
+        kept = min(self.length, length)
+        self.resident.truncate(kept)
+        if kept < self.length:
+            self.evicted.truncate(kept, self.resident)
+        self.length = kept  # last, so that after an interrupt all of it is done again
 
     def select(self, index: Tensor) -> None:
         if not self.heads:

@@ -314,9 +314,8 @@ class Selected(WorkingSet):
 
     def truncate(self, length: int) -> None:
         self._scores, self._hand = {}, 0
-        if length < self.length:
-            self.length = length
-            self.banks.truncate(length)
+        self.length = min(self.length, length)
+        self.banks.truncate(length)  # a step that was not committed may have left entries
 
     def select(self, lanes: Tensor) -> None:
         self.banks.select(lanes)
