@@ -1,4 +1,4 @@
-"""A wrong plan is an error of one sentence, and the library writes nothing."""
+"""A wrong plan is an error of one sentence, and neither executor writes anything."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvkeep.errors import BadCall
 from kvkeep.step import native
+from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, FullPages, JoinedSpans, LayerStep, Span
@@ -105,9 +106,35 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("received", changed(received=bytes_of(dtype=torch.bfloat16))),
     ("first_lane", changed(first_lane=1)),
     ("first_lane", lambda step: step._replace(others=[step])),
+    ("append", appended(keys=numbers(1, ROWS, DIM).expand(LANES, ROWS, DIM))),
+    ("append", appended(values=numbers(LANES, 1, DIM).expand(LANES, ROWS, DIM))),
+    ("append.row", appended(row=2**64 + 3)),
+    ("append.slots", appended(slots=places()[None])),
+    ("append.slots", lambda step: step._replace(append=step.append._replace(slots=places(columns=4), scores=None,
+                                                                            extra=None, newest=None))),
+    ("append.slots", lambda step: without(step, evict=None, append=step.append._replace(slots=None))),
+    ("append.scores", appended(scores=bytes_of(columns=ROWS + 4))),
+    ("slot", changed(slot=2**32 + 5)),
+    ("slot", changed(slot=-1)),
+    ("ranks", changed(ranks=bytes_of(columns=ROWS + 4))),
+    ("ranks", changed(ranks=bytes_of(columns=ROWS)[None])),
+    ("new_scores", changed(new_scores=bytes_of(columns=1))),
+    ("evict.row", evicted(row=2**64 + 1)),
+    ("evict", evicted(keys=numbers(LANES, 1, DIM).expand(LANES, 3, DIM))),
+    ("evict.slots", evicted(slots=places(columns=2))),
+    ("evict.slots", evicted(slots=None)),
+    ("attend", spanned(ROW, ROW, 0, 2**64 + 1)),
+    ("attend", spanned(ROW, ROW, 2**64, 2**64 + 1)),
+    ("seen", changed(seen=torch.ones(1, LANES, ROWS, dtype=torch.bool))),
+    ("reduce", changed(reduce="median")),
+    ("reduce", changed(reduce="")),
+    ("received", changed(received=None)),
+    ("received", changed(received=bytes_of(columns=ROWS + 4))),
+    ("first_lane", changed(first_lane=2**64)),
+    ("others", lambda step: step._replace(others=[step])),
     ("others", lambda step: step._replace(others=[])),
 ]
-"""A field, and what makes it wrong in a good step. The last is wrong for a token of more heads."""
+"""A field, and what makes it wrong in a good step. The ``others`` are wrong for a token of twice the heads."""
 
 
 def everything(step: LayerStep) -> list[Tensor]:
@@ -116,16 +143,19 @@ def everything(step: LayerStep) -> list[Tensor]:
     return [part.clone() for part in parts if isinstance(part, Tensor)]
 
 
+@pytest.mark.parametrize("executor", [native, plain], ids=["library", "torch"])
 @pytest.mark.parametrize(("field", "spoil"), WRONG, ids=[f"{n}-{field}" for n, (field, _) in enumerate(WRONG)])
-def test_a_wrong_plan_is_an_error_and_writes_nothing(field: str, spoil: Callable[[LayerStep], LayerStep]) -> None:
-    heads = LANES + (field == "others")
+def test_a_wrong_plan_is_an_error_and_writes_nothing(
+    field: str, spoil: Callable[[LayerStep], LayerStep], executor: Any
+) -> None:
+    heads = LANES * (1 + (field == "others"))
     query, entry = torch.ones(1, heads, 1, DIM).bfloat16(), torch.ones(1, heads, 1, DIM).bfloat16()
     if field != "others":
-        native.run([good()], [0], query, entry, entry, 1.0)
+        executor.run([good()], [0], query, entry, entry, 1.0)
     step = spoil(good())
     before = everything(step)
-    with pytest.raises((BadCall, ValueError, AttributeError)):
-        native.run([step], [0], query, entry, entry, 1.0)
+    with pytest.raises(BadCall):
+        executor.run([step], [0], query, entry, entry, 1.0)
     assert all(torch.equal(one, other) for one, other in zip(before, everything(step), strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from operator import is_
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import BadCall
 from kvkeep.native.library import kernels, library
 from kvkeep.native.structures import (
     KvPiece,
@@ -23,7 +23,8 @@ from kvkeep.native.structures import (
     count_table,
     rows,
 )
-from kvkeep.step.native.entries import compiled, narrow, table_of
+from kvkeep.step.checks import bank_of, check_beside, check_lanes, check_token
+from kvkeep.step.native.entries import compiled, memory_of, narrow, table_of
 from kvkeep.step.plan import Destination, LayerStep
 
 
@@ -97,18 +98,14 @@ def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int], shape: tuple[
     Raises BadCall where a step has others."""
     addresses: list[int | None] = []
     for step, token in zip(steps, tokens, strict=True):
-        forms = [_form(part) for part in step.parts]
-        lanes = sum(form.lanes for form in forms)
-        if shape is not None and any((lanes, *form.widths) != shape for form in forms):
-            raise BadCall("a step must have the KV heads and the widths of its token")
-        for form, part in zip(forms, step.parts, strict=True):
+        parts = step.parts
+        forms = [_form(part) for part in parts]
+        lanes = check_lanes(parts, [form.bank for form in forms], shape)
+        for form, part in zip(forms, parts, strict=True):
             form.write(part)
             form.struct.token, form.struct.token_lanes = token, lanes
             addresses.append(form.address)
     return address_table(addresses)
-
-
-_NOTHING = (None,) * 4
 
 
 class _Form:
@@ -120,22 +117,35 @@ class _Form:
         self._reads, self._table = reads, table_of(step.attend)
         starts = accumulate((len(one.pieces) for one in reads), initial=0)
         self._pieces: list[KvPiece] = [self._table[start] for start in [*starts][:-1]]
-        self._shown = [(span.start, span.stop) for span in step.attend]
-        self._beside: dict[str, Sequence[Tensor | None]] = {"": _NOTHING, "evicted_": _NOTHING}
+        self._shown: list[tuple[int, ...]] = [(span.start, span.stop) for span in step.attend]
+        self._beside: dict[str, tuple[Sequence[Tensor | None], list[int]]] = {}
+        self.bank = bank_of(step)
         self.struct = KvStep(reduce_max=step.reduce == "max", first_lane=step.first_lane)
         self.address = address_of(self.struct)
         self._insert, self._attention = self.struct.insert, self.struct.attention
         self._insert.keys, self._insert.values = rows(append.keys), rows(append.values)
         if evict is not None:
             self._insert.evicted_keys, self._insert.evicted_values = rows(evict.keys), rows(evict.values)
-        self.lanes, _, dim = append.keys.shape[-3:]
-        self.widths = dim, append.values.shape[-1]
         attention = self._attention
-        attention.lanes, attention.queries, attention.causal_offset = self.lanes, 1, -1
-        attention.dim, attention.value_dim = self.widths
+        attention.lanes, attention.queries, attention.causal_offset = self.bank.lanes, 1, -1
+        attention.dim, attention.value_dim = self.bank.widths
         attention.pieces, attention.piece_count = address_of(self._table), len(self._table)
         if step.seen is not None:
             attention.mask = rows(step.seen[:, None])
+
+    def watch(self, parts: Sequence[Any]) -> None:
+        """Note where the parts of a step lie: those of :func:`_form`, which it does not keep."""
+        places = {id(one): at for at, one in enumerate(parts) if isinstance(one, Tensor)}  # each tensor once
+        self._places = [*places.values()]
+        self._inner = [one for read in self._reads for one in read.tensors]
+        self._memory = self._memory_of(parts)
+
+    def points_to(self, parts: Sequence[Any]) -> bool:
+        """Return whether parts lie where they did."""
+        return self._memory == self._memory_of(parts)
+
+    def _memory_of(self, parts: Sequence[Any]) -> list[int]:
+        return memory_of([*[parts[at] for at in self._places], *self._inner])
 
     def write(self, step: LayerStep) -> None:
         """Write what changes with every token. Raises BadCall for a tensor that the library cannot read."""
@@ -143,12 +153,13 @@ class _Form:
         for number, span in enumerate(step.attend):
             entries += span.stop - span.start
             if self._shown[number] != (bounds := (span.start, span.stop)):
+                self._shown[number] = ()  # until it is written
                 narrow(self._pieces[number], span, self._reads[number])
                 self._shown[number] = bounds
+        check_token(step, self.bank, entries)
         self._attention.entries = entries
         insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
-        if append.slots is not None:
-            insert.columns = append.slots.shape[1]
+        if append.slots is not None or not append.scores is append.extra is append.newest is None:
             self._show("", append)
         if step.ranks is not None:
             insert.ranks = array(step.ranks)
@@ -156,18 +167,23 @@ class _Form:
             insert.new_scores = array(step.new_scores)
         if evict is not None:
             insert.evicted_row = evict.row
-            if evict.slots is not None:
-                self._show("evicted_", evict)
+            if evict.slots is not None or not evict.scores is evict.extra is evict.newest is None:
+                self._show("evicted_", evict, append)
         if step.received is not None:
             self.struct.received = array(step.received)
 
-    def _show(self, prefix: str, one: Destination) -> None:
+    def _show(self, prefix: str, one: Destination, source: Destination | None = None) -> None:
         """Let the structure point to what lies beside entries, unless it does so already."""
-        beside = one.slots, one.scores, one.extra, one.newest
-        if not all(map(is_, beside, self._beside[prefix])):
+        beside = one[3:]
+        memory, known = memory_of(beside), self._beside.get(prefix)
+        if known is None or known[1] != memory or not all(map(is_, beside, known[0])):
+            check_beside(one, self.bank.lanes, source)
+            self._beside.pop(prefix, None)  # until all is written
             for name, tensor in zip(("slots", "scores", "extra", "newest"), beside, strict=True):
                 setattr(self._insert, prefix + name, array(tensor))
-            self._beside[prefix] = beside
+            if source is None and one.slots is not None:
+                self._insert.columns = one.slots.shape[1]
+            self._beside[prefix] = beside, memory
 
 
 _FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]]]] = {}
@@ -189,6 +205,9 @@ def _form(step: LayerStep) -> _Form:
     missing = *slots, seen is None, evict is None, step.ranks is None, step.new_scores is None, step.received is None
     name = (step.first_lane, step.reduce, missing, *map(id, parts))
     known = _FORMS.get(name)
-    if known is None:
-        known = _FORMS[name] = _Form(step), [weakref.ref(one, lambda _: _FORMS.pop(name, None)) for one in parts]
+    if known is None or not known[0].points_to(parts):
+        form = _Form(step)
+        form.watch(parts)
+        # A partial is called without a line of Python, in which Ctrl-C could end it.
+        known = _FORMS[name] = form, [weakref.ref(one, partial(_FORMS.pop, name)) for one in parts]
     return known[0]
