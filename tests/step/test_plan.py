@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadCall
+from kvkeep.native import library
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
@@ -86,7 +87,6 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("append.extra", appended(extra=bytes_of(lanes=1))),
     ("append.extra", appended(newest=None)),
     ("append.newest", appended(newest=bytes_of())),
-    ("ranks", changed(ranks=bytes_of(ROWS, LANES).T)),
     ("new_scores", changed(new_scores=numbers(1, dtype=torch.float32))),
     ("evict.row", evicted(row=3)),
     ("evict.row", evicted(row=-1)),
@@ -101,7 +101,6 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("attend", spanned(numbers(LANES, ROWS, 2), numbers(LANES, ROWS, DIM), 0, ROWS)),
     ("attend", spanned(ROW, JoinedSpans([Span(ROW, ROW, 0, 2)]), 0, 2)),
     ("seen", changed(seen=torch.ones(LANES, ROWS - 1, dtype=torch.bool))),
-    ("seen", changed(seen=torch.ones(ROWS, LANES, dtype=torch.bool).T)),
     ("seen", changed(seen=torch.ones(LANES, ROWS))),
     ("received", changed(received=bytes_of(dtype=torch.bfloat16))),
     ("first_lane", changed(first_lane=1)),
@@ -110,8 +109,12 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("append", appended(values=numbers(LANES, 1, DIM).expand(LANES, ROWS, DIM))),
     ("append.row", appended(row=2**64 + 3)),
     ("append.slots", appended(slots=places()[None])),
-    ("append.slots", lambda step: step._replace(append=step.append._replace(slots=places(columns=4), scores=None,
-                                                                            extra=None, newest=None))),
+    (
+        "append.slots",
+        lambda step: step._replace(
+            append=step.append._replace(slots=places(columns=4), scores=None, extra=None, newest=None)
+        ),
+    ),
     ("append.slots", lambda step: without(step, evict=None, append=step.append._replace(slots=None))),
     ("append.scores", appended(scores=bytes_of(columns=ROWS + 4))),
     ("slot", changed(slot=2**32 + 5)),
@@ -187,6 +190,15 @@ def test_entries_of_another_type_width_or_number_of_lanes_are_not_written() -> N
 
 
 @pytest.mark.parametrize(
+    "spoil", [changed(ranks=bytes_of(ROWS, LANES).T), changed(seen=torch.ones(ROWS, LANES, dtype=torch.bool).T)]
+)
+def test_the_library_is_given_no_numbers_that_lie_apart(spoil: Callable[[LayerStep], LayerStep]) -> None:
+    entry = torch.ones(1, LANES, 1, DIM).bfloat16()
+    with pytest.raises(BadCall):
+        native.run([spoil(good())], [0], entry, entry, entry, 1.0)
+
+
+@pytest.mark.parametrize(
     "part", [ROW.transpose(1, 2)[:, :DIM].contiguous().transpose(1, 2), numbers(LANES, ROWS, 8)[..., ::2]]
 )
 def test_the_library_is_given_no_entries_whose_numbers_lie_apart(part: Tensor) -> None:
@@ -216,6 +228,81 @@ def test_what_was_compiled_is_forgotten_with_the_tensors() -> None:
     del step
     gc.collect()
     assert len(native_steps._FORMS) == forms and len(native_entries._COMPILED) == known
+
+
+def given_other_memory(part: Tensor) -> None:
+    part.data = torch.ones(part.shape, dtype=part.dtype)
+
+
+def made_larger(part: Tensor) -> None:
+    shape = part.shape
+    part.resize_(part.numel() * 999).resize_(shape)
+
+
+def freed(part: Tensor) -> None:
+    part.untyped_storage().resize_(0)
+
+
+def cut_in_place(part: Tensor) -> None:
+    part.untyped_storage().resize_(0)
+    part.untyped_storage().resize_(4)
+
+
+MOVES: list[tuple[Callable[[Tensor], None], bool]] = [
+    (given_other_memory, True), (made_larger, True), (freed, False), (cut_in_place, False)
+]  # fmt: skip
+PARTS = ("append.keys", "append.values", "append.slots", "append.scores", "evict.keys", "evict.slots", "page", "seen",
+         "ranks", "received", "new_scores")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("move", "fits"), MOVES)
+def test_tensors_that_moved_after_they_were_compiled_are_not_read_there(
+    move: Callable[[Tensor], None], fits: bool, name: str
+) -> None:
+    entry, page = torch.ones(1, LANES, 1, DIM).bfloat16(), numbers(LANES, ROWS, DIM)
+    step, joined = good(), JoinedSpans([Span(page, numbers(LANES, ROWS, DIM), 0, ROWS)])
+    assert step.evict is not None
+    step = step._replace(attend=[Span(joined, joined.values, 0, ROWS)])
+    native.run([step], [0], entry, entry, entry, 1.0)
+    owner, _, field = name.rpartition(".")
+    part: Tensor = page if name == "page" else getattr(getattr(step, owner) if owner else step, field)
+    move(part)
+    if not fits:
+        with pytest.raises((BadCall, RuntimeError)):  # of torch, which takes views
+            native.run([step], [0], entry, entry, entry, 1.0)
+        return
+    if name == "append.slots":
+        part.zero_()[:, 1] = -1
+    native.run([step], [0], entry, entry, entry, 1.0)
+    if name == "append.keys":
+        assert (part == 1).all(2).any(1).all()
+
+
+def test_an_empty_span_is_not_seen() -> None:
+    entry = torch.ones(1, LANES, 1, DIM).bfloat16()
+    for executor in (native, plain):
+        one, other = good(), good()
+        other = other._replace(attend=[Span(ROW, ROW, ROWS, ROWS), *other.attend])
+        both = [executor.run([step], [0], entry, entry, entry, 1.0) for step in (one, other)]
+        assert torch.equal(*both)
+        nothing = LayerStep(
+            Destination(numbers(LANES, ROWS, DIM), numbers(LANES, ROWS, DIM)), attend=[Span(ROW, ROW, 3, 3)]
+        )
+        assert not executor.run([nothing], [0], entry, entry, entry, 1.0).any()
+
+
+def test_ctrl_c_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(tensor: Tensor | None) -> None:
+        raise KeyboardInterrupt
+
+    entry = torch.ones(1, LANES, 1, DIM).bfloat16()
+    monkeypatch.setattr(library, "array", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        native.run([good()], [0], entry, entry, entry, 1.0)
+    monkeypatch.undo()
+    with pytest.raises(BadCall):
+        library.kernels().kvkeep_norm(entry.expand(2, LANES, 1, DIM), numbers(DIM), 1.0, entry)
 
 
 def test_full_pages_are_one_span_until_one_of_them_changes() -> None:

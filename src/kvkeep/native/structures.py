@@ -189,6 +189,12 @@ def array(tensor: Tensor | None) -> KvArray:
     know."""
     if tensor is None:
         return NO_ARRAY
+    describe(made := KvArray(), tensor)
+    return made
+
+
+def describe(place: KvArray, tensor: Tensor) -> None:
+    """Write a tensor to its place in a structure, as :func:`array` returns it."""
     if not tensor.is_cpu:
         raise BadCall(f"a tensor must be on the CPU, not on '{tensor.device}'")
     if not tensor.is_contiguous():
@@ -196,7 +202,7 @@ def array(tensor: Tensor | None) -> KvArray:
     length = tensor.numel()
     if (tensor.storage_offset() + length) * tensor.itemsize > tensor.untyped_storage().nbytes():
         raise BadCall("numbers of a tensor must lie within its memory")
-    return KvArray(tensor.data_ptr(), length, _TYPES[tensor.dtype])
+    place.type, place.length, place.data = _TYPES[tensor.dtype], length, tensor.data_ptr()
 
 
 def rows(tensor: Tensor | None) -> KvRows:
@@ -220,6 +226,9 @@ def rows(tensor: Tensor | None) -> KvRows:
 def address_of(struct: ctypes.Structure | Table) -> int:
     """Return where a structure or a table lies; the address does not keep it."""
     return ctypes.addressof(struct)
+
+
+ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 
 def address_table(addresses: Sequence[int | None]) -> Table:

@@ -73,6 +73,8 @@ def bank_of(step: LayerStep) -> Bank:
 def _written(one: Destination) -> tuple[int, int, tuple[int, int]]:
     """Return lanes, rows and widths."""
     shapes = []
+    if one.keys is one.values:
+        raise BadCall("keys and values must not share memory")
     for part in one[:2]:
         if not isinstance(part, Tensor) or part.dim() < 3 or part.shape[:-3] not in ((), (1,)):
             raise BadCall("entries must be written to tensors, (lanes, rows, width)")
@@ -81,6 +83,8 @@ def _written(one: Destination) -> tuple[int, int, tuple[int, int]]:
             if count > 1 and stride < extent:
                 raise BadCall("rows of a bank must not share memory")
             extent += stride * max(0, count - 1)
+        if part.numel() and (part.storage_offset() + extent) * part.itemsize > part.untyped_storage().nbytes():
+            raise BadCall("rows of a bank must lie within its memory")
         shapes.append(part.shape[-3:])
     (lanes, rows, key_dim), (value_lanes, value_rows, value_dim) = shapes
     if lanes != value_lanes:
@@ -105,23 +109,23 @@ def check_beside(one: Destination, lanes: int, source: Destination | None = None
 
 def check_token(step: LayerStep, bank: Bank, entries: int) -> None:
     """Check what changes with every token. entries: those that the query attends to."""
-    append, evict, ranks, received = step.append, step.evict, step.ranks, step.received
+    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _ = step
     if ranks is not None:
         slots = append.slots
         if slots is None or ranks.shape != slots.shape or not 0 < ranks.shape[1] <= bank.rows:
             raise BadCall("ranks must come with slots, one for each lane and column of the bank")
     elif not 0 <= append.row < bank.rows:
         raise BadCall("a new entry must take a column of its bank")
-    if not 0 <= step.slot < _SLOTS:
+    if not 0 <= slot < _SLOTS:
         raise BadCall("the slot of a new entry must be a number of 31 bits")
     if evict is not None and not 0 <= evict.row < bank.evicted_rows:
         raise BadCall("evicted entries must be copied to a row of each lane")
-    if step.new_scores is not None and step.new_scores.shape != (bank.lanes,):
+    if new_scores is not None and new_scores.shape != (bank.lanes,):
         raise BadCall("new scores must be one for each lane")
     if received is None:
-        if step.reduce:
+        if reduce:
             raise BadCall("attention that is reduced must have a place")
-    elif step.reduce not in ("sum", "max") or received.shape != (bank.lanes, entries):
+    elif reduce not in ("sum", "max") or received.shape != (bank.lanes, entries):
         raise BadCall("received attention must be a sum or max, and have a place for each lane and entry")
 
 

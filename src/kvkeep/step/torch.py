@@ -211,7 +211,7 @@ def _mixed(weights: Tensor, segment: Segment) -> Tensor:
     if not isinstance(segment.value, Tensor):
         return segment.value.mix(weights.squeeze(2)).unsqueeze(2)
     value = segment.value.flatten(0, 1)
-    flat = weights.reshape(len(value), -1, weights.shape[-1]).to(value.dtype)
+    flat = weights.reshape(len(value), batch * heads // len(value), weights.shape[-1]).to(value.dtype)
     return torch.bmm(flat, value).view(batch, heads, 1, -1)
 
 

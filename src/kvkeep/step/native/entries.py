@@ -6,7 +6,7 @@ them."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -133,7 +133,7 @@ def compiled(keys: Any, values: Any) -> Compiled:
     known = _COMPILED.get(number)
     if known is not None and known[0]() is keys and known[1]() is values:
         made = known[2]
-        if made.memory == memory_of(made.tensors or (keys, values)):
+        if made.memory == memory_of(made.tensors or [keys, values]):
             return made
     made = _compiled(keys, values)
     # A partial is called without a line of Python, in which Ctrl-C could end it.
@@ -141,10 +141,13 @@ def compiled(keys: Any, values: Any) -> Compiled:
     return made
 
 
-def memory_of(tensors: Iterable[Tensor | None]) -> list[int]:
+def memory_of(tensors: Sequence[Any]) -> list[int]:
     """Return where tensors begin, and the bytes of their storages: these change where a tensor is given other memory,
     or its storage another size."""
-    return [number for one in tensors if one is not None for number in (one.data_ptr(), one.untyped_storage().nbytes())]
+    return [*map(_BEGIN, tensors), *[one.untyped_storage().nbytes() for one in tensors]]
+
+
+_BEGIN = Tensor.data_ptr
 
 
 def _tensors_of(keys: Any, values: Any) -> list[Tensor]:
@@ -170,7 +173,7 @@ def _compiled(keys: Any, values: Any) -> Compiled:
     table[0].format, table[0].entries = form, keys.shape[-2]
     _DESCRIBE[form](table[0], keys, values, copies)
     tensors = [] if form == PLAIN else _tensors_of(keys, values)
-    return Compiled(table, keys.shape[-2], copies, tensors, memory_of(tensors or (keys, values)))
+    return Compiled(table, keys.shape[-2], copies, tensors, memory_of(tensors or [keys, values]))
 
 
 def table_of(spans: Sequence[Span]) -> Table:
