@@ -52,7 +52,7 @@ test-quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --quick \
 	  tests/attention tests/memory tests/policies tests/stores tests/decode tests/test_*.py
 
-# The long forms of what the server promises, in about a quarter of an hour; SOAK=2,6 for some of them.
+# The long forms of what the server promises, in a quarter of an hour to half an hour; SOAK=2,6 for some of them.
 soak: $(STAMP) model
 	OMP_NUM_THREADS=1 SOAK=$(or $(SOAK),all) $(BIN)/pytest tests/lab/soak
 

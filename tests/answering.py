@@ -18,7 +18,7 @@ from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import Finished, Job
+from kvkeep.serve.session import Finished, Job
 
 NEW = 8
 ROUNDING = ("knorm", "miss", "kvreviver", "sketch")

@@ -170,7 +170,7 @@ EXACT: dict[str, Case] = {
     "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
     # What is recalled is all that could matter.
     "h2o+segments:99": _exact("h2o+segments:99", promise="reversible", holds=False),
-    "endless": _exact("endless+blocks:count=3,size=16", promise="reversible", where="disk", families=ROTARY),
+    "endless": _exact("endless+passages:count=3,size=16", promise="reversible", where="disk", families=ROTARY),
     "snapkv+residual+pages:all": _exact(
         "snapkv:window=4,kernel=3+checkpoint:residual+pages:all",
         17, promise="reversible", chunk=9, where="host", page=17,

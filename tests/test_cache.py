@@ -283,7 +283,7 @@ def test_freed_memory_is_returned_while_a_long_text_is_read(monkeypatch: pytest.
     assert lengths == [40, 80, 64]
 
 
-@pytest.mark.parametrize("method", ["kv-direct", "endless+blocks:count=2,size=32,exact=128"])
+@pytest.mark.parametrize("method", ["kv-direct", "endless+passages:count=2,size=32,exact=128"])
 def test_a_fork_shares_whole_blocks_of_a_checkpoint_on_disk_until_one_cache_changes_them(method: str) -> None:
     model, ids = tiny("llama"), prompt(1, 440)
     with torch.no_grad():

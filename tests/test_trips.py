@@ -30,7 +30,9 @@ LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/n
 """The library is called, whatever it does."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
 """The model computes, and is asked once what it can do."""
-FILES = ("files/", "models/folders.py")
+INPUTS = ("models/chunks.py", "models/same_text.py")
+"""An input is compared with what its cache has read."""
+FILES = ("files.py", "models/folders.py")
 """A checkpoint on disk has a folder."""
 ANSWER = ("engine/sampling.py", "passes/record.py", "stores/dynamic.py", "stock.py", "report.py", "errors.py")
 """Tokens are chosen, figures are taken, and errors are named."""
@@ -53,7 +55,7 @@ def followed(*others: str) -> Iterator[set[str]]:
     finally:
         sys.setprofile(None)
         names = {name.removeprefix(CORE) for name in files if name.startswith(CORE)}
-        any_task = *DATA, *LIBRARY, *MODEL, *FILES, *ANSWER, *NAMES
+        any_task = *DATA, *LIBRARY, *MODEL, *INPUTS, *FILES, *ANSWER, *NAMES
         found |= {name for name in names if not name.startswith((*any_task, *others))}
 
 

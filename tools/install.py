@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-USED = ("--editable", ".[cli,gguf]")
+USED = ("--editable", ".[serve,gguf]")
 CONNECTORS = ("--editable", "connectors/cluster", "--editable", "connectors/vllm")
 TESTED = ("--editable", ".[dev]", "--editable", "lab[harness]", *CONNECTORS)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -92,7 +92,7 @@ def _notes(request: Request, geometry: ModelGeometry) -> list[str]:
         )
     if method.recall.endless and (exact := method.recall.exact_tokens(geometry)) is not None:
         notes.append(
-            f"exact up to {exact:,} tokens; beyond them, a step attends to the newest tokens and to recalled blocks"
+            f"exact up to {exact:,} tokens; beyond them, a step attends to the newest tokens and to recalled passages"
         )
         if request.capacity is not None:
             notes[-1] += f"; of more than {request.capacity:,} older tokens, the oldest are dropped"

@@ -317,7 +317,7 @@ def test_a_session_larger_than_the_quota_keeps_its_beginning(tmp_path: Path, cap
 def test_blocks_that_a_checkpoint_has_dropped_are_no_part_of_the_session(tmp_path: Path) -> None:
     """A turn writes what is new, also after a restart, and the store has what the checkpoint has."""
     one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 2400))
-    cache = KeepCache(one, "endless+blocks:count=2,size=16,exact=64", 24, chunk=16, capacity=1400)
+    cache = KeepCache(one, "endless+passages:count=2,size=16,exact=64", 24, chunk=16, capacity=1400)
     store, before = Store(tmp_path), set[Path]()
     for low, high in itertools.pairwise((0, 1500, 1530, 1900, 2400)):
         with torch.no_grad():

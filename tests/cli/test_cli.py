@@ -66,7 +66,7 @@ def test_a_prompt_that_is_too_long_is_told_what_reads_it(run: Run, model_folder:
     ):
         code, out, err = run(*common, *options, "-b", "12.5%")
         assert code == 2 and not out and err.count("\n") == 1 and f"512 positions; {remedy}" in err, err
-    for way in (("--excerpts", "256"), ("-x", "endless+blocks:count=2,size=16", "-b", "64")):
+    for way in (("--excerpts", "256"), ("-x", "endless+passages:count=2,size=16", "-b", "64")):
         assert run(*common, "-p", "the of", *way)[0] == 0
 
 

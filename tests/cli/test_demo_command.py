@@ -69,7 +69,7 @@ def test_a_budget_is_refused_before_anything_is_printed(run: Run, command: tuple
 def test_lines_fit(run: Run, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """An exact answer can be wrong. No text commands the terminal."""
     monkeypatch.setattr(output.out, "width", 60)
-    monkeypatch.setattr("kvkeep.decode.generate._Caller.whole_text", lambda *given: "the \u202e\x1b[2Jof")
+    monkeypatch.setattr("kvkeep.engine.answer.Answer.text", property(lambda answer: "the \u202e\x1b[2Jof"))
     asked = ("--expect", "nobody says this", "--question", "was \u2066it?")
     code, out, err = run(*command, *asked)
     assert code == 0 and "Traceback" not in err and "try a larger model: --model qwen2.5-coder-1.5b" in err

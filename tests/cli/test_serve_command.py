@@ -58,7 +58,7 @@ def test_without_a_method_the_memory_decides() -> None:
         told = describe_default(Engine(loaded, 6 * whole, **given))
         assert given["method"] in told and f"conversations of {positions:,} tokens" in told
     assert "(exact); " in told and int(told.split("(exact); ")[1].split(" ")[0]) >= 3
-    endless = Engine(loaded, 6 * whole, capacity=2000, method="endless+blocks:count=2,size=16", budget=32)
+    endless = Engine(loaded, 6 * whole, capacity=2000, method="endless+passages:count=2,size=16", budget=32)
     told = describe_default(endless)
     assert f"(exact up to {positions} tokens); sessions of endless store at most 2,000 older tokens" in told
     with pytest.raises(UsageError, match="fewer --conversations"):

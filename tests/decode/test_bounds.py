@@ -69,7 +69,7 @@ def test_a_text_ends_with_the_models_positions(method: str) -> None:
     assert len(generate(model, None, ids[0].tolist(), cache, max_new_tokens=9).tokens) == 2
 
 
-@pytest.mark.parametrize("method", ["endless+blocks:count=2,size=16", "streaming-llm"])
+@pytest.mark.parametrize("method", ["endless+passages:count=2,size=16", "streaming-llm"])
 def test_methods_for_texts_of_any_length_go_on(method: str) -> None:
     model = tiny("llama")
     assert len(generate(model, None, [5] * 600, KeepCache(model, method, 64, chunk=16), max_new_tokens=3).tokens) == 3

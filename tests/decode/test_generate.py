@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep import KeepCache, UsageError, generate
-from kvkeep.decode.prompt import encode, question, read_text
+from kvkeep.decode.prompt import encode, question
+from kvkeep.decode.texts import read_text
 from kvkeep.engine.pieces import pieces_of
 
 PROMPT = list(range(5, 60))

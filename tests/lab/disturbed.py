@@ -28,7 +28,7 @@ from kvkeep.blocks.store import MARKER
 KINDS: tuple[dict[str, Any], ...] = (
     {"method": "full"},
     {"method": "kv-direct", "budget": 24},
-    {"method": "endless+blocks:8", "budget": 64},
+    {"method": "endless+passages:8", "budget": 64},
     {"method": "kv-direct", "budget": 64},
 )
 MEGA = 1 << 20

@@ -23,7 +23,7 @@ def test_a_chat_beyond_the_exact_tokens_answers_from_its_second_turn(smollm2: An
     fact = endless_chat.Fact(
         "The special magic number for Oslo is 48213.", "What is the special magic number for Oslo?", "48213"
     )
-    cache = KeepCache(smollm2.model, "endless+blocks:exact=512", 384)
+    cache = KeepCache(smollm2.model, "endless+passages:exact=512", 384)
     found = endless_chat.chat(smollm2.model, smollm2.tokenizer, cache, text, 1300, fact, after=1)
     last = found.turns[-1]
     assert last.tokens > 1300 and cache.exactness == "reversible" and 128 < found.place < 512
@@ -37,7 +37,7 @@ def test_needles_far_beyond_the_exact_tokens_are_chosen_and_read(smollm2: Any, t
     (tmp_path / "unused.txt").write_text(TEXT)
     point = {"length": 2900, "kind": "noise", "question": "unseen"}
     samples = Needles(length=[2900], kind=["noise"]).prepare(smollm2.tokenizer, [tmp_path / "unused.txt"], point, 0)
-    cache = KeepCache(smollm2.model, "endless+blocks:count=8,exact=1024", 512)
+    cache = KeepCache(smollm2.model, "endless+passages:count=8,exact=1024", 512)
     with torch.no_grad():
         smollm2.model(torch.tensor([samples[0].facts["text"].ids]), cache=cache, use_cache=True, logits_to_keep=1)
         for sample in samples[1:8:3]:

@@ -20,7 +20,7 @@ from kvkeep_lab.studies.bench import Bench
 from kvkeep import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.arbiter import Arbiter
+from kvkeep.serve.admission import Arbiter
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kv-direct": {"checkpoint": "kv"},
     "kv-direct residual": {"checkpoint": "residual"},
     "snapkv+verified": {},
-    "endless+blocks:count=2,size=128,exact=300": {"chunk": 32},
+    "endless+passages:count=2,size=128,exact=300": {"chunk": 32},
 }
 
 

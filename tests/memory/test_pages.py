@@ -59,7 +59,7 @@ def test_the_newest_rows_and_the_beginning_stay_within_the_capacity(
         if held:
             numbers = torch.tensor(held).expand(len(twin), -1)
             wanted = torch.stack([twin[:, SMALLEST * at : SMALLEST * (at + 1)] for at in held], 1)
-            assert torch.equal(rows.blocks(numbers, SMALLEST), wanted)
+            assert torch.equal(rows.passages(numbers, SMALLEST), wanted)
 
 
 @given(count=st.integers(1, 300), capacity=st.integers(3 * SMALLEST, 100), step=st.integers(1, SMALLEST))

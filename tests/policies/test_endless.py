@@ -21,9 +21,9 @@ def geometry(positions: int) -> ModelGeometry:
         (8192, "2048", "endless", "2048"),
         (8192, None, "endless", "2048"),
         (8192, "0", "endless", "2048"),  # no newest token would be resident
-        (2048, "512", "endless+blocks:6", "512"),  # 512 + a chunk of 512 + 31 written + 7 * 128
-        (2048, "1600", "endless+blocks:6", "512"),  # no block fits beside it
-        (512, None, "endless+blocks:1", "64"),  # nor beside 128
+        (2048, "512", "endless+passages:6", "512"),  # 512 + a chunk of 512 + 31 written + 7 * 128
+        (2048, "1600", "endless+passages:6", "512"),  # no block fits beside it
+        (512, None, "endless+passages:1", "64"),  # nor beside 128
         (8192, "25%", "endless", "25%"),
     ],
 )
@@ -49,5 +49,5 @@ def test_a_method_that_does_not_keep_every_entry_is_refused(method: str) -> None
 
 
 def test_too_few_positions_are_refused() -> None:
-    with pytest.raises(BudgetError, match="200 positions have no space for endless's blocks of 128 tokens"):
+    with pytest.raises(BudgetError, match="200 positions have no space for endless's passages of 128 tokens"):
         endless(Request.parse("full"), geometry(200))

@@ -24,7 +24,7 @@ from kvkeep.blocks.store import Store
 from kvkeep.errors import OutOfMemory
 from kvkeep.models.loading import Loaded, load
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import Finished
+from kvkeep.serve.session import Finished
 
 KINDS: list[dict[str, Any]] = [
     {"method": "full"},

@@ -27,7 +27,6 @@ from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.connection import uvicorn_config
-from kvkeep.serve.http.keys import Keys
 
 ASK = [{"role": "user", "content": "the river and the stone"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
@@ -49,7 +48,7 @@ def serving(
     loaded = Loaded(engine.model, engine.tokenizer, "tiny", "tiny")
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that slow readers are noticed early
-    server = uvicorn.Server(uvicorn_config(application(engine, loaded, Keys(keys), **options), **(tls or {})))
+    server = uvicorn.Server(uvicorn_config(application(engine, loaded, keys, **options), **(tls or {})))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name=LOOP, daemon=True)
     engine.start()
     thread.start()

@@ -11,9 +11,8 @@ from families import tiny
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError, QueueFull
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.session import OpenSession
+from kvkeep.serve.session import OpenSession, peak_bytes
 
 
 def serving(memory: int) -> Engine:
@@ -62,24 +61,18 @@ def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyP
         assert [*client.ended.tokens] == alone("llama", text(40, seed), 20, **cache)
 
 
-@pytest.mark.parametrize("limit", [0, 2])
-def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int) -> None:
+def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait() -> None:
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    engine = Engine(small("llama"), int(3.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
+    engine = Engine(small("llama"), int(3.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 48)), waiting=2)
     clients = []
-    for seed in range(3 + limit):
+    for seed in range(5):
         clients.append(Client(engine, text(40, seed), **cache))
         engine.step()
-    assert len(engine.running) == 3 and engine.waiting == limit
-    if limit:
-        with pytest.raises(QueueFull, match="The queue is full \\(2 requests\\); retry"):
-            Client(engine, text(40, 9), **cache)
-    else:  # whether it has to wait, a step decides
-        late = [Client(engine, text(40, 9), **cache) for _ in "ab"]
-        engine.step()
-        assert all(isinstance(client.events[-1], QueueFull) for client in late)
+    assert len(engine.running) == 3 and engine.waiting == 2
+    with pytest.raises(QueueFull, match="The queue is full \\(2 requests\\); retry"):
+        Client(engine, text(40, 9), **cache)
     run(engine)
-    for seed, client in enumerate(clients[: 3 + limit]):
+    for seed, client in enumerate(clients):
         assert [*client.ended.tokens] == alone("llama", text(40, seed), **cache)
     again = Client(engine, text(40, 9), **cache)
     run(engine)

@@ -82,7 +82,7 @@ def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(
     assert found["default"] == {"method": "full", "budget": None}
     for name, own in known.items():  # every one of them can be asked for
         budget = {"budget": "25%"} if own["budgeted"] else {}
-        method = "endless+blocks:count=2,size=16" if name == "endless" else name  # within 512 positions
+        method = "endless+passages:count=2,size=16" if name == "endless" else name  # within 512 positions
         answer = post(address, {**BODY, "max_tokens": 1, "kvkeep": {"method": method, **budget}})
         assert answer.status_code == 200, (name, answer.text)
     monkeypatch.setattr(sessions, "ENGINE_TIMEOUT_S", 0.1)

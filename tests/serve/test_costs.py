@@ -21,10 +21,11 @@ from running import BODY, CHAT, KEYS, LOOP, TEXT, bearer, figures, held, post, r
 from worst_bodies import REFUSED, TOKENIZE
 
 from kvkeep.cli.serve.process import StartingApp
-from kvkeep.decode.encoding import PromptText
+from kvkeep.decode.prompt import PromptText
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import answering, app, completions, connection, events, protocol
+from kvkeep.serve.http import answering, app, completions, connection, protocol
 from kvkeep.serve.http import body as bodies
+from kvkeep.serve.http.answering import EventBuffer
 from kvkeep.serve.http.body import (
     ALWAYS_BYTES,
     MAX_CONTAINERS,
@@ -37,7 +38,6 @@ from kvkeep.serve.http.body import (
     read_json,
 )
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.events import EventBuffer
 
 LOOP_S = 0.5
 """Processor time that the event loop's thread may take for a body of 8 MB: ten times what it takes to receive one, and
@@ -99,9 +99,8 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
     for module, name in (
         (bodies, "read_json"),
         (bodies, "validation_error"),
-        (answering, "prompt_text"),
-        (answering, "begins_with"),
-        (events, "json_text"),
+        (protocol, "prompt_text"),
+        (bodies, "json_text"),
     ):
         noted(module, name)
     with serving() as (address, _):
@@ -111,7 +110,7 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
         assert post(address, {"prompt": "the " * 20_000}, path=TOKENIZE).json()["count"] == 20_000
         for path in ("/v1/sessions", "/metrics"):
             assert httpx.get(address + path, headers=bearer()).status_code == 200
-    assert len(threads) == 5 and all(LOOP not in names for names in threads.values()), threads
+    assert len(threads) == 4 and all(LOOP not in names for names in threads.values()), threads
     assert any("large" in name for name in threads["read_json"]), "one at a time"
 
 
@@ -166,7 +165,7 @@ def test_json_of_replies_is_that_of_the_library() -> None:
 
     for _ in range(200):
         given = value(3)
-        assert events.json_text(given) == json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        assert bodies.json_text(given) == json.dumps(given, ensure_ascii=False, separators=(",", ":"))
 
 
 # -- memory -----------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def test_a_client_that_leaves_the_queue_of_large_bodies_leaves_nothing_there(mon
         gate.wait(30)
         return PromptText("the river")
 
-    monkeypatch.setattr(answering, "prompt_text", slow)
+    monkeypatch.setattr(protocol, "prompt_text", slow)
     asked = [{"messages": [{"role": "user", "content": "a" * length}]} for length in (200_000, 300_000)]
     with serving() as (address, _):
         first = threading.Thread(target=post, args=(address, asked[0]), kwargs={"path": TOKENIZE})
@@ -269,7 +268,7 @@ def test_of_requests_that_arrive_before_the_model_as_many_wait_as_may() -> None:
 def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(events, "MAX_BUFFERED_BYTES", 300_000)
+    monkeypatch.setattr(answering, "MAX_BUFFERED_BYTES", 300_000)
     most, put = [0], EventBuffer.put
 
     def noted(self: EventBuffer, event: Any) -> None:
@@ -377,11 +376,11 @@ def test_long_headers_are_refused(head: str, address: str) -> None:
 def test_the_documentation_states_the_limits_that_there_are() -> None:
     rows = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().partition("## Limits")[2].partition("## ")[0]
     numbers = (
-        answering.MAX_PROMPT_CHARACTERS, answering.MAX_PROMPT_TOKENS, answering.MAX_LOGPROBS,
-        completions.MAX_MESSAGES, completions.MAX_PARTS, completions.MAX_ALL_PARTS, protocol.MAX_STOPS,
+        protocol.MAX_PROMPT_CHARACTERS, protocol.MAX_PROMPT_TOKENS, answering.MAX_LOGPROBS,
+        completions.MAX_MESSAGES, completions.MAX_PARTS, protocol.MAX_STOPS,
         protocol.MAX_STOP, protocol.MAX_NAME, protocol.MAX_OPTION, protocol.MAX_FIELDS, MAX_CONTAINERS,
         MAX_NAMES, MAX_STRINGS, MAX_VALUES,
         MAX_REQUEST_BYTES // 10**6, ALWAYS_BYTES // 1000, connection.FREE_CHUNKS, connection.CHUNK_BYTES,
-        connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, events.MAX_BUFFERED_BYTES // 10**6,
+        connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, answering.MAX_BUFFERED_BYTES // 10**6,
     )  # fmt: skip
     assert {f"{number:,}" for number in numbers} <= {*re.findall("[0-9][0-9,]*[0-9]|[0-9]", rows)}

@@ -18,9 +18,9 @@ from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import EngineStopping, KvkeepError, PromptTooLong, UsageError
 from kvkeep.serve import service
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.service import warm_up
+from kvkeep.serve.session import peak_bytes
 
 PLENTY = 10**9
 
@@ -200,7 +200,7 @@ def test_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_exact_session_ends_at_the_positions_where_new_ones_go_on() -> None:
     """The model has 512 positions, and the server continues new sessions with "endless"."""
-    endless: dict[str, Any] = {"method": "endless+blocks:count=2,size=16", "budget": 32, "chunk": 32}
+    endless: dict[str, Any] = {"method": "endless+passages:count=2,size=16", "budget": 32, "chunk": 32}
     engine, first = serving(**endless), text(400, 1)
     one = Client(engine, first, 4, name=("me", "talk"), method="kv-direct", budget=32)
     run(engine)
@@ -217,7 +217,7 @@ def test_sessions_of_endless_store_no_more_than_the_capacity(tmp_path: Path) -> 
     """Their oldest blocks are dropped, after a restart of the server, too; a changed end is not read from the
     beginning."""
     capacity, ids = 1400, text(1500, 1)
-    endless: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24}
+    endless: dict[str, Any] = {"method": "endless+passages:count=2,size=16,exact=64", "budget": 24}
     answers = list[list[int]]()
     for restarts in (False, True):
         folder = tmp_path / str(restarts)

@@ -30,7 +30,7 @@ from kvkeep.passes.hooks import ForwardHooks
 from kvkeep.policies.registry import register, unregister
 from kvkeep.policies.selectors.h2o import H2O as HeavyHitters
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import Event
+from kvkeep.serve.session import Event
 
 H2O: dict[str, Any] = {"method": "h2o", "budget": 24, "chunk": 16}
 

@@ -27,7 +27,7 @@ from running import BODY, KEYS, bearer, program
 import kvkeep
 from kvkeep import KeepCache, transfer
 from kvkeep.cli import startup
-from kvkeep.decode import encoding
+from kvkeep.decode import prompt as prompts
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import KvkeepError, ModelTooLarge, OutOfMemory, out_of_memory, ran_out_of_memory
 from kvkeep.models import loading
@@ -36,7 +36,7 @@ from kvkeep.native import room
 from kvkeep.serve import session_pool
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import api_error
-from kvkeep.serve.job import Finished
+from kvkeep.serve.session import Finished
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "failing_memory.c"
 SIZES = (14, 450)
@@ -226,7 +226,7 @@ def test_a_kernel_without_scratch_memory_raises_and_the_next_call_has_the_same_b
 
 
 def test_a_text_for_whose_tokens_there_is_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "has_room", lambda nbytes: nbytes < encoding.LEAST_BYTES + 10**6)
+    monkeypatch.setattr(prompts, "has_room", lambda nbytes: nbytes < prompts.LEAST_BYTES + 10**6)
     made, one = tokenizer(), [{"role": "user", "content": "the river"}]
     assert encode(made, one)
     with pytest.raises(OutOfMemory, match="not enough memory for encoding a text of [0-9,]+ bytes"):
@@ -242,7 +242,7 @@ class PanicException(BaseException):
     [("memory allocation failed: out of memory", OutOfMemory, "memory"), ("unwrap of the river", KvkeepError, "Panic")],
 )
 def test_a_panic_of_the_tokenizer_is_an_error(said: str, kind: type[Exception], sentence: str) -> None:
-    with pytest.raises(kind, match=sentence) as raised, encoding.encoding("the river"):
+    with pytest.raises(kind, match=sentence) as raised, prompts.encoding("the river"):
         raise PanicException(said)
     assert "river" not in str(raised.value)
 

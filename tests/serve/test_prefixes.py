@@ -16,8 +16,8 @@ import kvkeep
 from kvkeep import KeepCache
 from kvkeep.models.loading import Loaded, load
 from kvkeep.models.packed import row_independent
-from kvkeep.serve.arbiter import peak_bytes, shared_parts
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.session import peak_bytes, shared_parts
 
 PLENTY, NEW = 10**9, 6
 KINDS: list[dict[str, Any]] = [
@@ -102,7 +102,7 @@ def test_clients_without_sessions_find_their_conversations_again(family: str, ki
 
 def test_a_conversation_beyond_its_exact_part_is_taken_over_by_its_next_turn() -> None:
     engine, first = serving(), text(60, 0)
-    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=64", "budget": 24, "chunk": 16}
+    kind: dict[str, Any] = {"method": "endless+passages:count=2,size=16,exact=64", "budget": 24, "chunk": 16}
     one = Client(engine, first, 20, owner="me", **kind)
     run(engine)
     second = [*first, *one.ended.tokens, *text(9, 1)]
@@ -119,7 +119,7 @@ def test_a_conversation_beyond_its_exact_part_is_taken_over_by_its_next_turn() -
 
 
 def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -> None:
-    kind: dict[str, Any] = {"method": "endless+blocks:count=2,size=16,exact=200", "budget": 24, "chunk": 16}
+    kind: dict[str, Any] = {"method": "endless+passages:count=2,size=16,exact=200", "budget": 24, "chunk": 16}
     for more in (1, 2):
         found = list[list[int]]()
         for before in (False, True):

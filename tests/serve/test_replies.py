@@ -12,7 +12,7 @@ import pytest
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.completions import Choices
 from kvkeep.serve.http.errors import api_error
-from kvkeep.serve.job import Finished
+from kvkeep.serve.session import Finished
 
 BREAKS = "a\nb\rc\vd\fe\x1cf\x1dg\x1eh\x85i\u2028j\u2029k"
 """Every character at which ``str.splitlines`` cuts."""

@@ -17,7 +17,6 @@ import kvkeep
 from kvkeep.blocks.store import Store
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.keys import Keys
 
 KIND = {"method": "h2o", "budget": 24}
 
@@ -33,7 +32,7 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monk
     monkeypatch.setattr(loaded.model, "name_or_path", "models/Tiny.gguf")
     engine = Engine(loaded, 10**8, store=Store("."))
     engine.start()
-    client = TestClient(application(engine, loaded, Keys(KEYS)), raise_server_exceptions=False)
+    client = TestClient(application(engine, loaded, KEYS), raise_server_exceptions=False)
 
     def call(verb: str, path: str, key: int = 0, **given: Any) -> httpx.Response:
         return client.request(verb, path, headers=bearer(KEYS[key]), **given)

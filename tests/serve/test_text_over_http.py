@@ -14,7 +14,6 @@ import pytest
 from running import CHAT, TEXT, post, serving, streamed
 from scripted import CONTENTS, END, START, TEMPLATE, TURN, Vocabulary, byte_level, scripted, sentencepiece
 
-from kvkeep.decode.encoding import PromptText
 from kvkeep.serve.engine import Engine
 
 KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece}
@@ -115,26 +114,6 @@ def test_an_answer_without_a_content_is_empty_and_tools_are_refused_by_name(serv
         "send what the tool returned as text"
         in post(address, body() | {"messages": [asked, refused["messages.1.role"]]}).json()["error"]["message"]
     )
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_of_a_text_that_cannot_fit_only_the_beginning_is_encoded(
-    servers: Any, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address, _ = servers("byte level")
-    assert post(address, body(TURN * 30)).status_code == 200
-    whole = PromptText.ids
-
-    def ids(text: PromptText, tokenizer: Any) -> list[int]:
-        assert len(text.text) <= 16 * 512
-        return whole(text, tokenizer)
-
-    monkeypatch.setattr(PromptText, "ids", ids)
-    text = f"{TURN} Q" * 20_000
-    asked = body(text) if path == CHAT else {"model": "tiny", "prompt": text, "max_tokens": 4}
-    found = post(address, asked, path=path)
-    assert found.status_code == 400 and found.json()["error"]["code"] == "context_length_exceeded"
-    assert "The prompt has more than 512 tokens, but the model's context has 512" in found.json()["error"]["message"]
 
 
 def test_a_template_that_does_not_end_is_a_400_and_nobody_waits_for_it(servers: Any) -> None:

@@ -29,7 +29,6 @@ from kvkeep.cli.serve.server_options import (
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.session_pool import SessionPool
 
 
@@ -99,7 +98,7 @@ def test_of_servers_that_share_a_bucket_one_saves_its_turn(tmp_path: Path) -> No
 
 def test_of_servers_that_share_a_folder_each_tells_what_the_file_has(tmp_path: Path) -> None:
     engines = [Engine(small(), 10**8, store=Store(tmp_path), pool=SharedPool) for _ in range(2)]
-    apps = [application(engine, small(), Keys([])) for engine in engines]
+    apps = [application(engine, small(), []) for engine in engines]
     one, two = (TestClient(app, base_url="http://localhost") for app in apps)
     for engine in engines:
         engine.start()
@@ -136,7 +135,7 @@ def test_without_the_bucket_sessions_are_a_503_and_answers_go_on(
     store.create()
     engine = Engine(loaded, 10**8, store=store)
     engine.start()
-    client = TestClient(application(engine, loaded, Keys([])), base_url="http://localhost")
+    client = TestClient(application(engine, loaded, []), base_url="http://localhost")
 
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("http://10.0.0.1 does not answer")

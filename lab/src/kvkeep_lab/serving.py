@@ -15,7 +15,7 @@ from kvkeep.budget import bytes_of
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.arbiter import Arbiter
+from kvkeep.serve.admission import Arbiter
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.peers.servers import Ours, Running, Server, server_of
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals

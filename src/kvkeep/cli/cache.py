@@ -26,7 +26,8 @@ app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or the path of its folder.")]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
+Exported = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
+NewFile = Annotated[Path, typer.Argument(metavar="FILE", help="File to write the session to.")]
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def check(place: StorePlace, json: options.Json = False) -> None:
 
 @app.command("export")
 @options.command
-def export(name: Name, file: File, place: StorePlace, json: options.Json = False) -> None:
+def export(name: Name, file: NewFile, place: StorePlace, json: options.Json = False) -> None:
     """Write a session and its blocks to a new file, for 'kvkeep cache import' on this or another machine."""
     from kvkeep.blocks import archive
 
@@ -185,7 +186,7 @@ def export(name: Name, file: File, place: StorePlace, json: options.Json = False
 
 @app.command("import")
 @options.command
-def import_(file: File, name: Name, place: StorePlace, json: options.Json = False) -> None:
+def import_(file: Exported, name: Name, place: StorePlace, json: options.Json = False) -> None:
     """Add an exported session, after checking every byte. Import files of people you trust only."""
     from kvkeep.blocks import archive
     from kvkeep.blocks.store import place_of

@@ -71,8 +71,9 @@ def demo(
     """
     # OpenMP reads the variable when torch is imported. Spinning threads slow down a busy machine a lot.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from kvkeep.decode.prompt import encode, read_text, shortened
+    from kvkeep.decode.prompt import encode, shortened
     from kvkeep.decode.prompt import question as ask
+    from kvkeep.decode.texts import read_text
 
     if budget == AUTO:
         raise UsageError("The demo needs a budget in entries, bytes or percent; 'kvkeep plan' shows their bytes.")

@@ -48,8 +48,9 @@ def generate(
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, within a cache budget."""
-    from kvkeep.decode.prompt import encode, read_text
+    from kvkeep.decode.prompt import encode
     from kvkeep.decode.prompt import question as ask
+    from kvkeep.decode.texts import read_text
 
     if question is not None and prompt is not None:
         raise UsageError("There are two prompts; leave --prompt out, or put the whole question into it.")
@@ -96,6 +97,8 @@ def generate(
         write("\n")
         if found is not None:
             note(f"the model has read {found.tokens:,} of the file's {found.total:,} tokens (--excerpts)")
+        if result.stopped == "length":
+            note(f"cut off after {sampling.max_tokens} tokens (--max-tokens)")
         note(summary(result))
     if result.stopped == "interrupted":
         raise Interrupted("Interrupted; the answer above is not complete.")

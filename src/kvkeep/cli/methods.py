@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,18 +67,27 @@ def methods(
 
 
 def _describe(name: str, json: bool) -> None:
-    """Print what one method does, the options that it takes, and where it comes from."""
+    """Print what one method does, its options and parameters, and where it comes from."""
     with startup():
         from kvkeep.policies.methods import resolve
 
-    row = _STOCK_ROW if name == STOCK else _row(resolve(name))
+    row, taken = _STOCK_ROW, dict[str, dict[str, Any]]()
+    if name != STOCK:
+        method = resolve(name)
+        made: dict[str, Any] = {"selector": method.selector, "fate": method.fate, "recall": method.recall}
+        for kind, part in made.items():
+            taken[kind] = {one.name: plain(getattr(part, one.name)) for one in fields(part)}
+        row = _row(method)
     if json:
-        print_json(row)
+        print_json(row | {"parameters": taken})
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for key, heading in (COLUMNS | {"options": "options", "summary": "about", "source": "source"}).items():
         value = ", ".join(row[key]) if isinstance(row[key], list) else row[key]
         table.add_row(Text(heading, "bold"), Text(value or "-"))
+    for kind, values in taken.items():
+        if values:
+            table.add_row(Text(f"{kind} takes", "bold"), Text(given(values)))
     out.print(table)
     out.print(f"[bold]{row['class']}[/]: {_PROMISES[row['class']]}")
 

@@ -77,8 +77,8 @@ Budget = Annotated[
         "--budget",
         "-b",
         metavar="SIZE",
-        help="Cache budget: entries per layer (512), bytes (64MB), a share of prompt and answer (25%), 0 (every entry "
-        "is evicted), or auto (full if it fits in --memory, else kv-direct).",
+        help="Cache budget: entries per layer (512), bytes (64MB), a share of prompt and answer (25%; in a chat of "
+        "the context length), 0 (every entry is evicted), or auto (full if it fits in --memory, else kv-direct).",
     ),
 ]
 Checkpoint = Annotated[

@@ -12,7 +12,7 @@ from unicodedata import normalize
 
 import regex
 
-from kvkeep.decode.encoding import encoding
+from kvkeep.decode.prompt import encoding
 from kvkeep.errors import UsageError
 
 CHUNK_TOKENS = 128

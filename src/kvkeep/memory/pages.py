@@ -114,7 +114,7 @@ class PagedRows(Rows):
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
         return pick_each([self], lane, slot)[0]
 
-    def blocks(self, numbers: Tensor, size: int) -> Tensor:
+    def passages(self, numbers: Tensor, size: int) -> Tensor:
         device = self.pages[0].device
         numbers = numbers.to(device)
         self.compare((numbers.unique() * size).tolist())
@@ -125,8 +125,8 @@ class PagedRows(Rows):
         found = self.pages[0].new_empty(*numbers.shape, size, self.pages[0].shape[-1])
         for number in page.unique().tolist():
             here = page == number
-            by_block = self.pages[number].unflatten(-2, (-1, size))
-            found[here] = by_block[lanes[here], inside[here]]
+            by_passage = self.pages[number].unflatten(-2, (-1, size))
+            found[here] = by_passage[lanes[here], inside[here]]
         return found
 
     def compare(self, rows: Sequence[int]) -> None:
@@ -209,15 +209,15 @@ class RecentPages(PagedRows):
         full."""
         return self._within + rows.shape[-2] <= self._unit and super().holds(rows)
 
-    def blocks(self, numbers: Tensor, size: int) -> Tensor:
-        """Return copies of blocks as :meth:`PagedRows.blocks`: of the newest rows, or of :attr:`beginning`."""
+    def passages(self, numbers: Tensor, size: int) -> Tensor:
+        """Return copies of passages as :meth:`PagedRows.passages`: of the newest rows, or of :attr:`beginning`."""
         if not self.first:
-            return super().blocks(numbers, size)
-        found, stop = super().blocks(numbers.clamp(min=self.first // size), size), self.beginning.length // size
+            return super().passages(numbers, size)
+        found, stop = super().passages(numbers.clamp(min=self.first // size), size), self.beginning.length // size
         first = numbers < stop
         if bool(first.any()):
             where = first.to(found.device)
-            found[where] = self.beginning.blocks(numbers.clamp(max=stop - 1), size)[where]
+            found[where] = self.beginning.passages(numbers.clamp(max=stop - 1), size)[where]
         return found
 
     @property

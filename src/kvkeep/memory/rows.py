@@ -75,9 +75,9 @@ class Rows(ABC):
         """Return copies of single rows, (n, width): ``lane`` (n,) counts all axes before the rows', ``slot`` (n,)."""
         raise NotImplementedError
 
-    def blocks(self, numbers: Tensor, size: int) -> Tensor:
-        """Return copies of blocks of ``size`` rows, (lanes, n, ``size``, width). ``numbers`` (lanes, n): the block of
-        each lane, counted from 0. ``size`` divides the smallest page, so a block lies in one page."""
+    def passages(self, numbers: Tensor, size: int) -> Tensor:
+        """Return copies of passages of ``size`` rows, (lanes, n, ``size``, width). ``numbers`` (lanes, n): the passage
+        of each lane, counted from 0. ``size`` divides the smallest page, so a passage lies in one page."""
         raise NotImplementedError
 
     @abstractmethod

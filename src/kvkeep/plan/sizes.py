@@ -251,7 +251,7 @@ def grant(
     model: Any = None,
 ) -> int:
     """Return the peak bytes of memory of a session up to ``tokens`` tokens. A server reserves them before the answer
-    begins (:mod:`kvkeep.serve.arbiter`), and a cache fits in a memory that has them (:mod:`kvkeep.plan.fitting`).
+    begins (:mod:`kvkeep.serve.admission`), and a cache fits in a memory that has them (:mod:`kvkeep.plan.fitting`).
 
     The sum includes entries, codes, bookkeeping, checkpoints in memory, and the temporary memory of a step: the chunk
     of one layer, recall, and logits. It excludes disk, weights, hidden states, and the copy by which the keys or values

@@ -14,7 +14,7 @@ STOCK = "stock"
 ONESHOT = "oneshot"
 """The suffix of a method's name that makes it read prompts in one pass: "h2o+oneshot"."""
 
-FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
+FORMER = {"blocks": "passages", "ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Former names, which stored sessions and results may still have."""
 
 METHODS = (
@@ -25,7 +25,7 @@ METHODS = (
 
 FATES = ("drop", "checkpoint", "quantize", "tiers", "sketch", "merge", "kvslimmer")
 
-RECALLS = ("verified", "blocks")
+RECALLS = ("verified", "passages")
 
 KV_LRU = "kv-lru"
 """The lab's method that the options of llama.cpp's pull request choose."""

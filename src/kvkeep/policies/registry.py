@@ -30,7 +30,7 @@ from kvkeep.policies.fates.quantize import Quantize
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
-from kvkeep.policies.recalls.blocks import PromisingBlocks
+from kvkeep.policies.recalls.passages import MatchingPassages
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.adakv import AdaKV
 from kvkeep.policies.selectors.expected_attention import ExpectedAttention
@@ -78,7 +78,7 @@ FATES: dict[str, type[Fate]] = {
 
 RECALLS: dict[str, type[Recall]] = {
     "verified": Verified,
-    "blocks": PromisingBlocks,
+    "passages": MatchingPassages,
 }
 
 PEERS = ("stock-", "peer-", "prompt-")
@@ -288,11 +288,11 @@ PRESETS: dict[str, Preset] = {
     "endless": Preset(
         OldestFirst(),
         Checkpointed,
-        "Exact up to the model's positions; beyond them the newest entries, and the blocks of older ones that have the "
-        "words of the question.",
-        PromisingBlocks.source,
+        "Exact up to the model's positions; beyond them the newest entries, and the passages of older ones that have "
+        "the words of the question.",
+        MatchingPassages.source,
         {"kind": "kv"},
-        recall=PromisingBlocks(),
+        recall=MatchingPassages(),
     ),
     "quantized": Preset(
         Window(),

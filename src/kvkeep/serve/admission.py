@@ -1,37 +1,74 @@
-"""Admission: the queue of answers. They begin in order, when memory is granted."""
+"""Admission: the queue of answers. They begin in order, when memory is granted.
+
+All sessions together stay within a limit of memory at every step. Budgets are hard, so the peak of a session is known
+before its answer begins. An answer begins when its peak is granted, and keeps the grant until it ends. An idle session
+counts with its current bytes.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from transformers.modeling_utils import PreTrainedModel
 
 from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
-from kvkeep.errors import EntriesLost, PromptTooLong, QueueFull, SessionMismatch
+from kvkeep.errors import BudgetError, EntriesLost, PromptTooLong, QueueFull, SessionMismatch
 from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.methods import Request
-from kvkeep.serve.arbiter import Arbiter
-from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, is_under_way
-from kvkeep.serve.prefixes import Prefix, find
-from kvkeep.serve.session import Name, OpenSession, State
-from kvkeep.serve.session_pool import SessionPool
+from kvkeep.serve.session import (
+    Event,
+    Finished,
+    Job,
+    Name,
+    OpenSession,
+    PendingPrefix,
+    SessionBytes,
+    State,
+    is_under_way,
+    peak_bytes,
+    total_bytes,
+)
+from kvkeep.serve.session_pool import Prefix, SessionPool
 
-UNDECIDED = 64
-"""The maximum number of requests between two steps, if none may wait: the next step begins or refuses each."""
+MEGA = 1e6
+
+
+@dataclass
+class Arbiter:
+    """Grants memory within ``total`` bytes."""
+
+    total: int
+
+    def check(self, wanted: int) -> None:
+        """Raise BudgetError if ``wanted`` bytes exceed the total."""
+        if wanted > self.total:
+            raise BudgetError(
+                f"The request needs up to {wanted / MEGA:.1f} MB of cache, and the server has {self.total / MEGA:.1f} "
+                "MB for all sessions; use a smaller budget or fewer tokens, or start the server with more --memory."
+            )
+
+    def fitting(self, cache: KeepCache, tokens: int) -> int:
+        """Return the number of sessions like ``cache``, with ``tokens`` tokens, that can be answered at the same
+        time."""
+        return self.total // peak_bytes(cache, tokens)
+
+    def grants(self, wanted: int, others: Iterable[SessionBytes]) -> bool:
+        """Return whether ``wanted`` more bytes fit beside ``others``."""
+        return wanted + total_bytes(others) <= self.total
 
 
 class Admission:
     """The queue of an engine. Only the engine's thread uses it.
 
     running, saving: the engine's admitted answers, and its answers whose turn is being saved. limit: the maximum number
-    of waiting answers; with 0, an answer begins at once or is refused.
+    of waiting answers.
     """
 
     def __init__(
@@ -53,8 +90,8 @@ class Admission:
     def enter(self) -> None:
         """Count one more answer. Any thread may call this. Raises QueueFull."""
         with self._lock:
-            if self.count >= (self._limit or UNDECIDED):
-                raise self._refusal()
+            if self.count >= self._limit:
+                raise QueueFull(f"The queue is full ({self._limit} requests); retry later.")
             self.count += 1
 
     def _leave(self, job: Job) -> None:
@@ -80,16 +117,6 @@ class Admission:
         job.end(last)
 
     def admit(self) -> None:
-        """Begin waiting answers; if too many still wait, refuse the last ones."""
-        self._admit()
-        while len(self.waiting) > self._limit and not is_under_way(self.waiting[-1].opening):
-            self._dismiss(self.waiting[-1], self._refusal())
-
-    def _refusal(self) -> QueueFull:
-        """Return the error for a request that finds the queue full."""
-        return QueueFull(f"The queue is full ({self._limit} requests); retry later.")
-
-    def _admit(self) -> None:
         """Begin waiting answers in order, when memory is granted. No answer overtakes one that waits for memory. An
         answer waits without blocking others if its session is busy or being opened, or if its beginning is being
         looked up, stored, or read by another answer."""
@@ -152,7 +179,7 @@ class Admission:
     def _beginning(self, job: Job, session: OpenSession) -> tuple[Prefix | None, Sequence[BlockName]] | None:
         """Return what an empty session can begin its prompt with: a prefix in memory, or more blocks of the store. None
         if the answer has to wait for it without blocking others."""
-        prefix = find(job, session, self._running, [*self.sessions.idle(), *self.sessions.storing])
+        prefix = self.sessions.prefix(job, session, self._running)
         if isinstance(prefix, PendingPrefix):
             job.waits_for = prefix
             return None

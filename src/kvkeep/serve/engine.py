@@ -44,12 +44,9 @@ from kvkeep.native.library import trim_memory
 from kvkeep.native.threads import limit_threads
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import Request
-from kvkeep.serve.admission import Admission
-from kvkeep.serve.arbiter import Arbiter, total_bytes
-from kvkeep.serve.job import Event, Finished, Job
-from kvkeep.serve.session import Name, State, check_name
+from kvkeep.serve.admission import Admission, Arbiter
+from kvkeep.serve.session import Event, Finished, Job, Name, State, check_name, total_bytes
 from kvkeep.serve.session_pool import EVICTION_INTERVAL_S, SessionPool
-from kvkeep.serve.session_storage import check_capacity
 
 log = logging.getLogger(__name__)
 
@@ -101,16 +98,12 @@ class Engine:
         self.arbiter = Arbiter(memory)
         self.geometry = ModelGeometry.of(self.model)
         _bind(self.model, self.geometry)
-        if capacity is not None:
-            cache_of_endless = KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
-            check_capacity(cache_of_endless, capacity, store)
+        if capacity is not None:  # a capacity that is too small is refused here
+            KeepCache(self.model, **self.options(endless_options(cache, self.geometry)))
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self.sessions = pool(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.scheduler = Scheduler(self.model)
         self.running: list[Job] = []
-        self.wrote: Callable[[int, float, bool], None] = lambda tokens, seconds, first: None
-        """Called in the engine's thread when an answer has ``tokens`` new tokens, ``seconds`` after the previous ones;
-        the ``first`` ones, after its request."""
         self._saving: dict[Job, Event] = {}  # answers whose turn is being saved, and their last events
         self._admission = Admission(self.model, self.arbiter, self.sessions, self.running, self._saving, waiting)
         self._lock = threading.Lock()
@@ -354,7 +347,6 @@ class Engine:
         self.sessions.released_bytes += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         for result in results:
             job, answer = jobs[result.scheduled], result.scheduled.answer
-            written = len(answer.tokens)
             try:
                 complete = result.scheduled.give(result.logits)
             except Exception as error:
@@ -362,10 +354,6 @@ class Engine:
             else:
                 if complete:
                     self._end(job, "stop" if answer.reason == "eos" else answer.reason)
-            if tokens := len(answer.tokens) - written:
-                now = time.monotonic()
-                self.wrote(tokens, now - job.at, not written)
-                job.at = now
 
     def _end(self, job: Job, reason: str | KvkeepError) -> None:
         """End an answer, and restore its session to the last complete step as far as possible. reason: why it ends, or

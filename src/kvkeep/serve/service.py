@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,10 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.methods import Request
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.answering import Limits
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.events import Limits
-from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.session import peak_bytes
 from kvkeep.serve.session_pool import SessionPool
 
 WARM_UP_TOKENS = 8
@@ -60,7 +58,7 @@ class Service:
     """Maximum bytes of the store's blocks."""
     age: float | None
     """Seconds after which an unused session or block is removed."""
-    keys: Keys
+    keys: tuple[str, ...]
     limits: Limits
     origins: tuple[str, ...]
     """Origins whose pages may use the server (CORS)."""
@@ -69,40 +67,32 @@ class Service:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Self:
-        """Parse the options of ``kvkeep serve`` by name. A value is a number or text; None: not set. cache: default
-        cache options of a session. Raises UsageError."""
+        """Parse the options of ``kvkeep serve`` by name; None: not set. cache: default cache options of a session.
+        Raises UsageError."""
         request, at_end = Request.parse(**cache), given["at_end"]
-        if at_end not in (None, ENDLESS):
-            raise UsageError(f"The option 'at_end' can only be '{ENDLESS}', not '{at_end}'.")
         if at_end is not None:
             check_keeps(request)
         if given["capacity"] is not None and at_end is None and not request.method.recall.endless:
             raise UsageError(f"A capacity limits sessions of '{ENDLESS}'; give --at-end endless, or --method endless.")
-        cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
-        origins = (cors,) if isinstance(cors, str) else tuple(cors)
-        _check_origins(origins, bool(keys))
-        if str(logs).lower() not in ("true", "false"):
-            raise UsageError(f"The option 'log_requests' has to be true or false, not '{logs}'.")
+        quota, age = given["quota"], given["age"]
+        _check_origins(given["cors"], bool(keys))
         return cls(
             model=str(given["model"]),
             weights=checked_format(given["weights"]),
             device=given["device"],
             pre=given["pre"],
             memory=None if given["memory"] is None else bytes_of(given["memory"]),
-            waiting=number("waiting", given["waiting"], 0, int),
+            waiting=given["waiting"],
             cache=cache,
             endless=at_end is not None,
-            capacity=None if given["capacity"] is None else number("capacity", given["capacity"], 1, int),
+            capacity=given["capacity"],
             folder=None if given["sessions"] is None else str(given["sessions"]),
             quota=QUOTA if quota is None else bytes_of(quota, "quota"),
-            age=None if age is None else number("age", age, 0) * DAY_S,
-            keys=Keys(keys),
-            limits=Limits(
-                number("answers", given["answers"], 1, int) if keys else None,
-                None if given["time"] is None else number("time", given["time"], 0.1),
-            ),
-            origins=origins,
-            logs=str(logs).lower() == "true",
+            age=None if age is None else age * DAY_S,
+            keys=(*keys,),
+            limits=Limits(given["answers"] if keys else None, given["time"]),
+            origins=(*given["cors"],),
+            logs=given["log_requests"],
         )
 
     @property
@@ -161,18 +151,6 @@ def warm_up(engine: Engine) -> None:
             pass
 
     engine.call(answer)
-
-
-def number(name: str, value: Any, least: float, kind: Callable[[str], Any] = float) -> Any:
-    """Return the value of the option ``name`` as a number. Raises UsageError unless it is at least ``least``."""
-    try:
-        number = kind(str(value))
-    except ValueError:
-        number = math.nan
-    if not least <= number < math.inf:
-        what = "an integer" if kind is int else "a number"
-        raise UsageError(f"The option '{name}' has to be {what} of at least {least:g}, not '{value}'.")
-    return number
 
 
 def _check_origins(origins: Sequence[str], keyed: bool) -> None:

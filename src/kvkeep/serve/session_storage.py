@@ -3,7 +3,7 @@
 A named session is open for writing while it is in memory, and each turn is saved when its answer ends. An error of the
 store affects only the session, never the engine. Methods that return a Future queue their work; the others work in the
 calling thread. One thread opens, restores and saves sessions, and stores texts, in order; a second one reads the
-beginnings of prompts (:class:`~kvkeep.serve.prefixes.Beginnings`), which so do not wait for another session's save.
+beginnings of prompts (:class:`~kvkeep.serve.beginnings.Beginnings`), which so do not wait for another session's save.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvkeep.blocks.references import check_version
 from kvkeep.blocks.sessions import Session, StoredSession, check_savable
 from kvkeep.blocks.store import Store
-from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import (
@@ -29,14 +28,12 @@ from kvkeep.errors import (
     SessionError,
     SessionUnwritable,
     SessionVersion,
-    UsageError,
     ran_out_of_memory,
 )
-from kvkeep.memory.rows import BLOCK
 from kvkeep.models import fingerprint
 from kvkeep.native.threads import begin_thread
 from kvkeep.policies.methods import Request
-from kvkeep.serve.session import Name, OpenSession, State
+from kvkeep.serve.session import Name, OpenedSession, OpenSession
 
 log = logging.getLogger(__name__)
 
@@ -74,20 +71,6 @@ class StoreThread:
         self._thread = None
 
 
-def check_capacity(cache: KeepCache, capacity: int, store: Store | None) -> None:
-    """Raise UsageError if the store's quota does not keep a session of ``endless``, with ``capacity`` older entries and
-    a cache like this."""
-    if store is None:
-        return
-    newest = (cache.entries or 0) + cache.stream.chunk + 2 * BLOCK  # with the first and the last block
-    blocks, state = (count * cache.geometry.full_bytes_per_token for count in (capacity, newest))
-    if not store.blocks.fitting(1, blocks, state):
-        raise UsageError(
-            f"The store's quota is {size(store.blocks.quota or 0)}, which does not keep a session of "
-            f"{capacity:,} older entries, {size(blocks + state)}; raise --quota, or lower --capacity."
-        )
-
-
 def done(work: Callable[[], T]) -> Future[T]:
     """Do a piece of work now."""
     future: Future[T] = Future()
@@ -96,31 +79,6 @@ def done(work: Callable[[], T]) -> Future[T]:
     except Exception as error:
         future.set_exception(error)
     return future
-
-
-@dataclass(frozen=True)
-class OpenedSession:
-    """A session that is open in the store and whose cache does not exist yet."""
-
-    name: Name
-    request: Request
-    """The request for its cache."""
-    stored: StoredSession | None = None
-    """The session in the store, open for writing; None: it is not saved."""
-    continues: bool = False
-    """Whether the store has turns that it continues."""
-    note: str | None = None
-
-    def session(self, model: Any) -> OpenSession:
-        """Return the session with an empty cache. If KeepCache raises, close it in the store."""
-        with ExitStack() as on_error:
-            if self.stored is not None:
-                on_error.callback(self.stored.close)
-            with self.stored.naming() if self.continues and self.stored is not None else nullcontext():
-                cache = KeepCache(model, request=self.request)
-            on_error.pop_all()
-        state = State.PARKED if self.continues else State.IDLE
-        return OpenSession(self.name, CachedText(cache), self.name[0], self.stored, state, note=self.note)
 
 
 class SessionStorage:

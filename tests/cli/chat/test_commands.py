@@ -128,15 +128,6 @@ def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
     assert again.continue_answer(max_new_tokens=3).tokens == made.talk.continue_answer(max_new_tokens=3).tokens
 
 
-def test_another_model_in_mid_conversation(model_folder: Path, tmp_path: Path) -> None:
-    with Saver(str(tmp_path / "s")) as saver:
-        assert "A session keeps its model" in notes_of(chat(f"/model {model_folder}", saver=saver))
-    made = chat("the of", f"/model {model_folder}", "was it", "/model", "/model nosuch")
-    assert said(made)[::2] == ["the of", "was it"] and made.model == str(model_folder)
-    assert said(made)[3] == alone(said(made)[:3], 6), "the same model from a folder"
-    assert "which reads it before its next answer" in notes_of(made) and "Unknown model 'nosuch'" in notes_of(made)
-
-
 def test_a_full_context_is_told_and_half_of_it_can_be_freed() -> None:
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 72}
     long = [f"the of and to in was {word}" for word in ("it", "for", "on", "as", "with", "his")]
@@ -205,20 +196,6 @@ def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Conversation, "answer", _stopped(Conversation.answer))
     made = chat(f"/file {path}", "the of", "and to", **common)
     assert said(made)[0] == f"{text}\n\nand to" and "nothing was changed" in notes_of(made)
-
-
-@pytest.mark.parametrize(("reply", "read"), [("y", True), ("YES", True), ("", False), ("the of", False)])
-def test_a_long_file_is_read_when_the_user_agrees(tmp_path: Path, reply: str, read: bool) -> None:
-    path = tmp_path / "book.txt"
-    path.write_text("the of and to " * 90)
-    screen = Lines(f"/file {path} was it", reply, "by from")
-    screen.interactive = True
-    talk = Conversation(tiny("llama"), tokenizer(), new_cache(tiny("llama"), "kv-direct", 16))
-    made = Chat(talk, screen, Saver(), max_tokens=4, read_per_s=2.0)  # type: ignore[arg-type]
-    commands.converse(made)
-    assert "Reading 364 tokens takes at least 3 minutes; 'y' reads them" in notes_of(made)
-    assert len(said(made)) == (4 if read else 2) and said(made)[-2] == "by from"
-    assert ("Nothing was read." in notes_of(made)) != read and not made.attachments
 
 
 def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:

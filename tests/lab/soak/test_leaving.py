@@ -27,11 +27,10 @@ from kvkeep import KeepCache
 from kvkeep.blocks.store import Store
 from kvkeep.engine import answer as scheduling
 from kvkeep.engine.answer import Answer, Scheduler
-from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import events
-from kvkeep.serve.http.events import AnswerEvents, Limits
-from kvkeep.serve.job import Job
+from kvkeep.serve.http import answering
+from kvkeep.serve.http.answering import AnswerEvents, Limits
+from kvkeep.serve.session import Job, peak_bytes
 
 LONG = {**BODY, "messages": [{"role": "user", "content": "the river " * 120}], "max_tokens": 200}
 SHORT = {**BODY, "max_tokens": 400}
@@ -84,7 +83,7 @@ def test_clients_that_disconnect_leave_nothing_behind(
     """Two at a time in memory for one answer, so that the second waits."""
     before = objects()  # other tests'
     monkeypatch.setattr(scheduling, "CHUNK", 4)  # a prompt of sixty steps
-    monkeypatch.setattr(events, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
+    monkeypatch.setattr(answering, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
     engine = Engine(small(), int(1.2 * peak_bytes(KeepCache(small().model, "full"), 512)), store=Store(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)

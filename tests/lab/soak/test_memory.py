@@ -19,7 +19,7 @@ from running import TEXT, Program, bearer, figures, program
 
 from kvkeep import KeepCache
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.arbiter import peak_bytes
+from kvkeep.serve.session import peak_bytes
 
 SESSIONS, FIT, TURNS, NEW = 100, 10, 3, 8
 AT_ONCE = 32

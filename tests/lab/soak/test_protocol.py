@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from kvkeep.blocks.store import Store
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.answering import Limits
 from kvkeep.serve.http.completions import ChatRequest, Message, TextRequest, TokenizeRequest
-from kvkeep.serve.http.events import Limits
-from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.protocol import Extension, StreamOptions
 
 QUESTIONS = [
@@ -119,7 +119,7 @@ def errors(folder: Path) -> list[str]:
         fails(openai.NotFoundError, "model_not_found", client(), model="gpt-4")
         fails(openai.BadRequestError, "invalid_value", client(), n=2)
         fails(openai.BadRequestError, "context_length_exceeded", client(), max_tokens=10**6)
-        other = Store(folder).open(f"{Keys(KEYS).owner(bearer()['Authorization'])}/taken")
+        other = Store(folder).open(f"{sha256(KEYS[0].encode()).hexdigest()[:16]}/taken")
         fails(openai.ConflictError, "session_in_use", client(), extra_body={"kvkeep": {"session": "taken"}})
         other.close()
         with crowded(engine):

@@ -36,7 +36,7 @@ def test_memory_is_constant_beyond_the_models_positions() -> None:
 
 def test_endless_streams_a_text_beyond_the_positions_in_the_same_resident_bytes() -> None:
     model = tiny("llama")
-    rows = list(stretches(model, IDS * 8, KeepCache(model, "endless+blocks:count=3,size=16", 64), 100))
+    rows = list(stretches(model, IDS * 8, KeepCache(model, "endless+passages:count=3,size=16", 64), 100))
     assert rows[-1].start == 1100 and len({row.memory.resident_bytes for row in rows[1:]}) == 1
     unbounded = list(stretches(model, (IDS * 8)[:501], KeepCache(model, "full"), 100))
     for row, whole in zip(rows, unbounded, strict=False):

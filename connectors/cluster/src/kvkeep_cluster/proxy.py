@@ -17,13 +17,13 @@ from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     Hold,
     RequestMemory,
+    bearer,
     check_headers,
     in_worker,
     limit_body,
     read_json,
 )
 from kvkeep.serve.http.errors import APIError, new_request_id
-from kvkeep.serve.http.keys import bearer
 
 HEADER = "x-session-id"
 """The header in which Ray Serve's router expects the routing key."""

@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -34,12 +34,11 @@ from starlette.types import ASGIApp
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.models.loading import DEFAULT
 from kvkeep.plugins import first_line
+from kvkeep.policies.endless import ENDLESS
 from kvkeep.serve.engine import WAITING
-from kvkeep.serve.http.app import alive
+from kvkeep.serve.http.app import alive, log_requests
 from kvkeep.serve.http.connection import KEEP_ALIVE_S
 from kvkeep.serve.http.keys import keys_given
-from kvkeep.serve.http.middleware import log_requests
-from kvkeep.serve.service import number
 from kvkeep_cluster import ray_cluster
 from kvkeep_cluster.ray_cluster import ClusterEnded, connected
 from kvkeep_cluster.service import ClusterService
@@ -70,6 +69,10 @@ OPTIONS: dict[str, Any] = {
     "replicas": "2", "cores": 1, "conversations": 8,
 }  # fmt: skip
 """Optional options of ``kvkeep serve`` for :func:`app`, and their defaults."""
+NUMBERS: tuple[tuple[str, float, Callable[[str], Any]], ...] = (
+    ("waiting", 1, int), ("answers", 1, int), ("capacity", 1, int), ("age", 0, float), ("time", 0.1, float),
+)  # fmt: skip
+"""Options that are numbers, the least of each, and its type."""
 NEEDED = ("memory", "sessions")
 CACHE = ("method", "budget")
 """Cache options; :func:`app` requires at least one."""
@@ -281,7 +284,35 @@ def app(given: Mapping[str, Any]) -> Any:
     if missing:
         raise UsageError(f"The application needs {' and '.join(missing)}; give it among its arguments.")
     scale = Scale.parse(options["replicas"], options["cores"], options["conversations"])
-    return bound(ClusterService.parse(options, cache, keys_given(options["keys"])), scale)
+    return bound(ClusterService.parse(_typed(options), cache, keys_given(options["keys"])), scale)
+
+
+def _typed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options that a configuration file may give as text. Raises UsageError."""
+    found = {
+        name: None if options[name] is None else number(name, options[name], least, kind)
+        for name, least, kind in NUMBERS
+    }
+    cors, logs, at_end = (options[name] for name in ("cors", "log_requests", "at_end"))
+    if str(logs).lower() not in ("true", "false"):
+        raise UsageError(f"The option 'log_requests' has to be true or false, not '{logs}'.")
+    if at_end not in (None, ENDLESS):
+        raise UsageError(f"The option 'at_end' can only be '{ENDLESS}', not '{at_end}'.")
+    found["log_requests"] = str(logs).lower() == "true"
+    found["cors"] = (cors,) if isinstance(cors, str) else tuple(cors)
+    return options | found
+
+
+def number(name: str, value: Any, least: float, kind: Callable[[str], Any] = float) -> Any:
+    """Return the value of the option ``name`` as a number. Raises UsageError unless it is at least ``least``."""
+    try:
+        number = kind(str(value))
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        what = "an integer" if kind is int else "a number"
+        raise UsageError(f"The option '{name}' has to be {what} of at least {least:g}, not '{value}'.")
+    return number
 
 
 def drain(grace: float) -> int:

@@ -8,9 +8,8 @@ from typing import Any, Self
 
 from kvkeep.blocks.store import Store
 from kvkeep.serve.service import Service
-from kvkeep.serve.session import Name, OpenSession
+from kvkeep.serve.session import Name, OpenedSession, OpenSession
 from kvkeep.serve.session_pool import SessionPool
-from kvkeep.serve.session_storage import OpenedSession
 from kvkeep_cluster.bucket import BucketStore
 
 

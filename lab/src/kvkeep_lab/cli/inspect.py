@@ -34,7 +34,8 @@ def inspect(
     json: options.Json = False,
 ) -> None:
     """Write an HTML page that shows what became of every token of a text, step by step, layer by layer."""
-    from kvkeep.decode.prompt import encode, question, read_text
+    from kvkeep.decode.prompt import encode, question
+    from kvkeep.decode.texts import read_text
     from kvkeep.models.loading import load
     from kvkeep.policies.methods import requested
     from kvkeep.policies.names import STOCK

@@ -17,7 +17,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationInfo, model_serializer
 from torch import Tensor
 
-from kvkeep.decode.prompt import read_text
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import requested, resolve

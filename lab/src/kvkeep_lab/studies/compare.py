@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 import kvkeep
-from kvkeep.decode.prompt import encode, question, read_text, shortened
+from kvkeep.decode.prompt import encode, question, shortened
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import EmptyText, UsageError
 from kvkeep_lab.compare_figure import draw_comparisons, nats
 from kvkeep_lab.comparisons import Comparisons, MethodAtBudget, Passage

@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.decode.prompt import encode, question, read_text, shortened
+from kvkeep.decode.prompt import encode, question, shortened
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import UsageError
 from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject

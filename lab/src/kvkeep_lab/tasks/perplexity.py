@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from kvkeep.decode.prompt import read_text
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import UsageError
 from kvkeep_lab.cell import Point
 from kvkeep_lab.subject import Subject

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvkeep.decode.prompt import read_text
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.folders import cache_folder, scratch
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.decode.cached_text import common_prefix
-from kvkeep.decode.prompt import encode, question, read_text, shortened
+from kvkeep.decode.prompt import encode, question, shortened
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import ReadText
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
-
-import torch
 
 from kvkeep.budget import size
 from kvkeep.cache import KeepCache
@@ -22,20 +18,13 @@ from kvkeep.policies.endless import ENDLESS
 
 RETRY_TEMPERATURE = 0.8
 """Temperature of a further answer if answers are greedy: all greedy answers are equal."""
-LONG_S = 60.0
-"""The chat asks before it reads for more than this many estimated seconds: Ctrl-C would throw the time away."""
-SAMPLE_TOKENS = 128
-"""The minimum number of tokens whose reading says how fast the model reads."""
 
 
 def ask(chat: Chat, question: str, *files: Attachment) -> None:
     """Answer a question, after the attached files and ``files``. Attached files stay until there is an answer. Raises
     UsageError if the context is full."""
     text = "\n\n".join([*(file.text for file in (*chat.attachments, *files)), question])
-    prompt = chat.talk.prompt(text)
-    if not _agreed(chat, prompt):
-        return
-    _make_space(chat, len(prompt), text)
+    _make_space(chat, len(chat.talk.prompt(text)), text)
     prompt = chat.talk.prompt(text)
     if _answer(chat, prompt, lambda **options: chat.talk.answer(text, prompt, **options)):
         chat.attachments = []
@@ -91,43 +80,11 @@ def _answer(chat: Chat, prompt: Sequence[int], generate: Callable[..., Generatio
             screen.note("Stopped while reading; nothing was changed.")
             chat.failed = True
             return False
-    if result.timing.prefill_tokens >= SAMPLE_TOKENS:
-        chat.read_per_s = result.timing.prefill_tokens_per_s
     save(chat)
     for text in (status(chat.talk.cache, result), remark(result, chat.talk.positions)):
         if text is not None:
             screen.note(text)
     return True
-
-
-def _agreed(chat: Chat, prompt: Sequence[int]) -> bool:
-    """Return whether to read ``prompt``: on a terminal the user is asked if it takes long."""
-    tokens = len(prompt) - common_prefix(chat.talk.ids, prompt[:-1])
-    if tokens < 2 * SAMPLE_TOKENS or not chat.screen.interactive:
-        return True
-    seconds = tokens / (chat.read_per_s or _measured(chat, prompt[:SAMPLE_TOKENS]))
-    if seconds < LONG_S:
-        return True
-    minutes = f"{seconds / 60:.0f} minute{'' if seconds < 90 else 's'}"
-    chat.screen.note(f"Reading {tokens:,} tokens takes at least {minutes}; 'y' reads them, anything else does not:")
-    with suppress(KeyboardInterrupt):
-        if chat.screen.ask().strip().lower() in ("y", "yes"):
-            return True
-    chat.screen.note(
-        "Nothing was read. For one question about a long file, 'kvkeep generate --file FILE --excerpts 2048 QUESTION' "
-        "reads only the passages that match the question."
-    )
-    return False
-
-
-def _measured(chat: Chat, ids: Sequence[int]) -> float:
-    """Return the tokens per second at which the model reads ``ids`` alone; a long text takes longer for each."""
-    model = chat.talk.model
-    with torch.inference_mode():
-        start = time.perf_counter()
-        model(torch.tensor([[*ids]], device=model.device), cache=KeepCache(model))
-        chat.read_per_s = len(ids) / (time.perf_counter() - start)
-    return chat.read_per_s
 
 
 def status(cache: Any, result: Generation) -> str:

@@ -55,7 +55,7 @@ def chat(
     ] = None,
 ) -> None:
     """Talk with a model; Ctrl-C stops an answer, not the program, and /help lists the commands."""
-    from kvkeep.decode.prompt import check_text
+    from kvkeep.decode.texts import check_text
 
     cache.check()
     model.check()
@@ -95,7 +95,7 @@ def chat(
         if screen.interactive:
             note(f"{loaded.name}, {describe(talk.cache)}. /help lists the commands, Ctrl-D leaves.")
         full = context_limit.chosen(None if at_end is None else at_end.value, talk)
-        made = Chat(talk, screen, saver, loaded.name, sampling.max_tokens, sampling.temperature, sampling.seed, full)
+        made = Chat(talk, screen, saver, sampling.max_tokens, sampling.temperature, sampling.seed, full)
         with without_warnings():
             commands.converse(made)
         if saver.error is not None:

@@ -6,26 +6,19 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.budget import size
-from kvkeep.cache import KeepCache
-from kvkeep.cli import options
 from kvkeep.cli.chat import answering, context_limit
 from kvkeep.cli.chat.state import Attachment, Chat
 from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
-from kvkeep.cli.output import note
-from kvkeep.cli.startup import startup
-from kvkeep.decode.chat import Conversation
-from kvkeep.decode.encoding import encoding
-from kvkeep.decode.prompt import read_text
+from kvkeep.decode.prompt import encoding
+from kvkeep.decode.texts import read_text
 from kvkeep.errors import KvkeepError, UsageError, ran_out_of_memory, unknown
-from kvkeep.models.embedded import EMBEDDED
-from kvkeep.models.loading import load
 from kvkeep.policies.methods import names
 from kvkeep.policies.names import STOCK
-from kvkeep.stock import memory_of, new_cache
+from kvkeep.stock import memory_of
 
 _NAME = re.compile(r"/[a-z]*")
 _NO_MEMORY = "There is not enough memory for this; give a smaller /budget, or forget with /undo or /reset."
@@ -140,25 +133,6 @@ def _system(chat: Chat, rest: str) -> None:
         answering.save(chat)
     again = " The model reads the conversation again before its next answer." if rest and chat.talk.turns else ""
     chat.screen.note(f"System prompt: {chat.talk.system or NONE}.{again}")
-
-
-def _model(chat: Chat, rest: str) -> None:
-    if not rest:
-        chat.screen.note(f"{chat.model}; 'kvkeep models' lists others.")
-        return
-    if chat.saver.session is not None:
-        raise UsageError("A session keeps its model; start another chat with --model.")
-    options.check_model(rest)
-    with startup(rest):
-        loaded = load(rest, progress=note)
-    talk, request = chat.talk, chat.talk.cache.request if isinstance(chat.talk.cache, KeepCache) else None
-    cache = new_cache(loaded.model, STOCK) if request is None else KeepCache(
-        loaded.model, request=replace(request, context=None)
-    )  # fmt: skip
-    chat.talk = Conversation(loaded.model, loaded.tokenizer, cache)
-    chat.talk.messages = talk.messages
-    chat.model, chat.read_per_s = loaded.name, None
-    chat.screen.note(f"The conversation continues with {chat.model}, which reads it before its next answer.")
 
 
 def _method(chat: Chat, rest: str) -> None:
@@ -283,7 +257,6 @@ COMMANDS = {
         Command("reset", "", "Forget the conversation and keep the system prompt.", _reset),
         Command("system", "[TEXT or none]", "Show or set the system prompt.", _system),
         Command("temperature", "[NUMBER]", "Show or set the sampling temperature; 0 is greedy.", _temperature),
-        Command("model", "[NAME]", "Show or change the model.", _model, _among(lambda: EMBEDDED)),
         Command("method", "[NAME [BUDGET]]", "Show or change the method.", _method, _among(lambda: [*names(), STOCK])),
         Command("budget", "[SIZE or none]", "Show or change the budget.", _budget),
         Command(

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvkeep.cli import output
 from kvkeep.cli.chat.markdown import MarkdownWriter
-from kvkeep.decode.prompt import check_text, standard_input
+from kvkeep.decode.texts import check_text, standard_input
 from kvkeep.errors import UsageError
 from kvkeep.files import make_folder, open_file
 from kvkeep.models.folders import data_folder

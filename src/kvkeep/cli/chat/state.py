@@ -96,16 +96,12 @@ class Chat:
     talk: Conversation
     screen: Screen
     saver: Saver
-    model: str = ""
-    """The model's name."""
     max_tokens: int = 256
     temperature: float = 0.0
     seed: int | None = None
     at_end: str = "ask"
     """Action when the context is full: ask, or the name of a continuation."""
     attachments: list[Attachment] = field(default_factory=list)
-    read_per_s: float | None = None
-    """Tokens per second at which the model has read a prompt; None before."""
     retries: int = 0
     """Number of resampled answers."""
     failed: bool = False

@@ -62,7 +62,7 @@ def serve(
             from kvkeep.cli.serve.process import listening, serve_here
 
             # before the imports below, which take seconds
-            server = stack.enter_context(listening(address, grace, limits.while_loading))
+            server = stack.enter_context(listening(address, grace, limits.waiting))
             note(f"{server.url} listens; requests wait until the model is loaded")
         conversations = memory.conversations
         with startup():

@@ -155,7 +155,7 @@ def serve_here(
         KvkeepError: the engine failed.
     """
     from kvkeep.cli.serve.defaults import describe_default, with_defaults
-    from kvkeep.serve.http.middleware import log_requests
+    from kvkeep.serve.http.app import log_requests
 
     with startup(service.model):
         loaded = service.load(note)

@@ -114,7 +114,7 @@ class NetworkOptions:
 class LimitOptions:
     """Limits of requests and answers."""
 
-    waiting: Annotated[int, Option(min=0, help="Maximum number of requests in the queue.")] = 64
+    waiting: Annotated[int, Option(min=1, help="Maximum number of requests in the queue.")] = 64
     answers: Annotated[
         int, Option(min=1, help="Maximum number of concurrent answers per key, including those in the queue.")
     ] = 64
@@ -127,11 +127,6 @@ class LimitOptions:
             min=0, help="Seconds that running answers get to finish after SIGTERM.", show_default=f"{GRACE_S:g} seconds"
         ),
     ] = None
-
-    @property
-    def while_loading(self) -> int:
-        """The number of requests that wait until the model is loaded."""
-        return self.waiting or 64
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvkeep.errors import UsageError
 
 @dataclass(frozen=True)
 class H2O(Selector):
-    """The newest entries stay. So do the others that received the most attention from all queries so far."""
+    """The newest entries stay, and of the others those that received the most attention from all queries so far."""
 
     leaves: ClassVar[str] = "all but heavy hitters and newest"
     source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"

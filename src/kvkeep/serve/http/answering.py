@@ -1,43 +1,76 @@
-"""Answers to requests: from their fields to the engine, and from its events to a reply."""
+"""Answers to requests: from their fields to the engine, and from its events, buffered until the client reads them, to
+a reply."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from kvkeep.decode.encoding import PromptText, begins_with
-from kvkeep.decode.prompt import prompt_text
 from kvkeep.engine.answer import Ask
-from kvkeep.engine.pieces import token_texts
+from kvkeep.engine.pieces import TextPiece, token_texts
 from kvkeep.engine.token_spelling import special_ids
-from kvkeep.errors import PromptTooLong
+from kvkeep.errors import EngineStopping
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import resolve
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.body import in_worker, unless_disconnected
+from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
-from kvkeep.serve.http.events import AnswerEvents, Limits, json_response
 from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.protocol import AnswerRequest, ChatPrompt, Prompt
-from kvkeep.serve.session import check_name
+from kvkeep.serve.http.protocol import AnswerRequest, Prompt, StreamEvent, encoded
+from kvkeep.serve.session import Event, Finished, Job, check_name
 
 DEFAULT_MAX_TOKENS = 1024
 """Maximum tokens of an answer whose request names none; fewer if the model's context has less room."""
 MAX_ANSWER_TOKENS = 2**31
 """The maximum length of an answer if the context has no limit: positions are int32."""
-MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS = 4_000_000, 1_000_000
-"""Characters of a prompt, and tokens if the context has no limit. The tokenizer takes up to 600 bytes for a token."""
 MAX_LOGPROBS = 200_000
 """Log-probabilities of an answer that is sent at once: about 230 bytes each, until they are sent."""
+FIRST_EVENT_TIMEOUT_S = 3.0
+"""Seconds for the first event to decide the status of a response. After them a stream begins without it."""
+KEEP_ALIVE_S = 10.0
+"""Seconds without an event until a stream gets a comment, so that no proxy closes it."""
+MAX_PIECE_TOKENS, MAX_PIECE_CHARACTERS = 16, 4096
+"""Tokens with log-probabilities, and characters, of pieces that are joined. Writing one as JSON takes a few
+milliseconds, in which the event loop does nothing else."""
+MAX_BUFFERED_BYTES = 8_000_000
+"""Bytes of unread events. A stream whose client falls further behind ends."""
+_TOKEN_BYTES, _TOP_BYTES = 250, 150
+"""Bytes of a token's log-probability, and of each of the likeliest tokens with it."""
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Headers of a stream: nginx forwards it without buffering."""
+
+
+@dataclass
+class Limits:
+    """Limits of one key."""
+
+    answers: int | None = None
+    """Simultaneous requests, including waiting ones; None: no limit."""
+    seconds: float | None = None
+    """Seconds of one request, including waiting; None: no limit."""
+    running: Counter[str] = field(default_factory=Counter)
+    """Running requests by owner."""
+
+    def check(self, owner: str) -> None:
+        """Raise APIError if the key has reached its limit."""
+        if self.answers is not None and self.running[owner] >= self.answers:
+            sentence = f"This key already has {self.answers} requests under way; retry when one has finished."
+            raise APIError(429, sentence, "too_many_answers")
+
+    def release(self, owner: str) -> None:
+        """Count one request less."""
+        self.running[owner] -= 1
+        if not self.running[owner]:
+            del self.running[owner]
 
 
 class Answering:
@@ -57,7 +90,7 @@ class Answering:
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
-        encoding = self.encode(body.given, hold.bytes, self.engine.positions(cache))
+        encoding = self.encode(body.given, hold.bytes)
         prompt = await unless_disconnected(request, encoding)
         hold.tokens(len(prompt))
         ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache))
@@ -124,52 +157,16 @@ class Answering:
 
     # -- tokens -------------------------------------------------------------------------------------------
 
-    async def encode(self, given: Callable[[], Prompt], size: int, positions: int | None = None) -> list[int]:
-        """Return the token ids of a prompt. given: returns it, in a worker thread. size: bytes of the request.
-
-        Raises PromptTooLong at once for a text that cannot fit into ``positions`` (None: no limit).
-        """
-        return await in_worker(size, lambda: self._encode(given(), positions))
-
-    def _encode(self, prompt: Prompt, positions: int | None) -> list[int]:
-        if isinstance(prompt, list):
-            return self._checked(prompt, positions)
-        if isinstance(prompt, ChatPrompt):
-            _check_characters(sum(len(one["content"]) for one in prompt.messages) + len(prompt.answer))
-            text = prompt_text(self._tokenizer, [{**one} for one in prompt.messages], answer=prompt.answer)
-        else:
-            _check_characters(len(prompt))
-            text = PromptText(prompt)
-        if begins_with(self._tokenizer, text, positions or MAX_PROMPT_TOKENS):
-            raise _too_many_tokens() if positions is None else PromptTooLong.of(f"more than {positions}", positions)
-        ids = text.ids(self._tokenizer)
-        if positions is None and len(ids) > MAX_PROMPT_TOKENS:
-            raise _too_many_tokens()
-        return ids
-
-    def _checked(self, ids: list[int], positions: int | None) -> list[int]:
-        if positions is None and len(ids) > MAX_PROMPT_TOKENS:
-            raise _too_many_tokens()
-        if min(ids) < 0 or max(ids) >= self.engine.geometry.vocab_size:
-            sentence = "'prompt' contains ids that are not in the model's vocabulary."
-            raise APIError(400, sentence, "invalid_value", "prompt")
-        return ids
+    async def encode(self, given: Callable[[], Prompt], size: int) -> list[int]:
+        """Return the token ids of a prompt (:func:`~kvkeep.serve.http.protocol.encoded`). given: returns it, in a
+        worker thread. size: bytes of the request."""
+        vocabulary = self.engine.geometry.vocab_size
+        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""
         special = special_ids(self._tokenizer).union(self._tokenizer.all_special_ids)
         return token_texts(self._tokenizer, ids), [place for place, one in enumerate(ids) if one in special]
-
-
-def _check_characters(count: int) -> None:
-    if count > MAX_PROMPT_CHARACTERS:
-        sentence = f"The prompt has {count} characters, and at most {MAX_PROMPT_CHARACTERS} are allowed; shorten it."
-        raise APIError(400, sentence, "context_length_exceeded")
-
-
-def _too_many_tokens() -> APIError:
-    sentence = f"The prompt has more than {MAX_PROMPT_TOKENS:,} tokens, the most that a request may have; shorten it."
-    return APIError(400, sentence, "context_length_exceeded")
 
 
 def _check_logprobs(ask: Ask) -> None:
@@ -190,3 +187,160 @@ async def _closing(text: AsyncIterator[str], answer: AnswerEvents) -> AsyncItera
             yield one
     finally:
         answer.disconnect()
+
+
+# -- events -----------------------------------------------------------------------------------------------
+
+
+class EventBuffer:
+    """Unsent events. Small pieces are joined if they arrive faster than they are read. No text is lost, and the engine
+    does not wait."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """About the bytes of the pieces."""
+        self._pieces = deque[TextPiece]()
+        self._last: StreamEvent | None = None
+        self._available = asyncio.Event()
+
+    def put(self, event: StreamEvent) -> None:
+        """Add an event. After the end there are no more."""
+        if self._last is not None:
+            return
+        if not isinstance(event, TextPiece):
+            self.end(event)
+            return
+        self.bytes += _bytes(event)
+        if self._pieces and _small(self._pieces[-1], event):
+            before = self._pieces.pop()
+            event = TextPiece(before.text + event.text, before.logprobs + event.logprobs)
+        self._pieces.append(event)
+        self._available.set()
+
+    def end(self, last: StreamEvent) -> None:
+        """Add the last event."""
+        self._last = last
+        self._available.set()
+
+    async def get(self, timeout: float | None = None) -> StreamEvent | None:
+        """Return the next pieces joined, or the last event; None after ``timeout`` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._available.wait()
+        except TimeoutError:
+            return None
+        if not self._pieces:
+            return self._last
+        piece = self._pieces.popleft()
+        self.bytes -= _bytes(piece)
+        if not self._pieces and self._last is None:
+            self._available.clear()
+        return piece
+
+
+def _small(one: TextPiece, other: TextPiece) -> bool:
+    """Return whether two pieces are one of a size that is written at once."""
+    tokens, characters = len(one.logprobs) + len(other.logprobs), len(one.text) + len(other.text)
+    return tokens <= MAX_PIECE_TOKENS and characters <= MAX_PIECE_CHARACTERS
+
+
+def _bytes(piece: TextPiece) -> int:
+    return len(piece.text) + sum(_TOKEN_BYTES + _TOP_BYTES * len(one.top) for one in piece.logprobs)
+
+
+class AnswerEvents:
+    """The events of a request that is submitted to the engine for ``owner``.
+
+    submit: submits it with a listener. streams: whether its client reads the answer as a stream. count: called with
+    each event, in the engine's thread. Raises APIError for a key at its limit, and the errors of ``submit``.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Callable[[Event], None]], Job],
+        limits: Limits,
+        owner: str,
+        streams: bool,
+        count: Callable[[StreamEvent], None],
+    ) -> None:
+        loop, self._events = asyncio.get_running_loop(), EventBuffer()
+        self._limits, self._owner, self._streams = limits, owner, streams
+        self._timed_out = self._disconnected = False
+
+        def listener(event: Event) -> None:
+            found = self._reported(event)
+            count(found)
+            loop.call_soon_threadsafe(self._put, found)
+
+        limits.check(owner)
+        limits.running[owner] += 1
+        try:
+            self.job = submit(listener)
+        except BaseException:
+            limits.release(owner)
+            raise
+        self._timer = None if limits.seconds is None else loop.call_later(limits.seconds, self._time_out)
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self.job.cancel()
+
+    def disconnect(self) -> None:
+        """Cancel the request: its client has disconnected, or has everything."""
+        self._disconnected = True
+        self.job.cancel()
+
+    def _reported(self, event: Event) -> StreamEvent:
+        """Return an event as the client receives it. If the time limit or the server's end cut an answer off, it ends
+        with "length"; without any token it is an error."""
+        if not isinstance(event, Finished) or event.reason != "cancelled" or self._disconnected:
+            return event
+        if event.written:
+            return replace(event, reason="length")
+        if self._timed_out:
+            return APIError(503, f"No token was generated within {self._limits.seconds:g} s; retry later.", "timeout")
+        return EngineStopping("The server shut down before the answer began; retry when it is back.")
+
+    def _put(self, event: StreamEvent) -> None:
+        """Buffer an event, in the event loop's thread. If the client falls too far behind, its answer ends."""
+        self._events.put(event)
+        if self._events.bytes > MAX_BUFFERED_BYTES and self._streams:
+            sentence = (
+                f"The client reads too slowly: more than {MAX_BUFFERED_BYTES // 10**6} MB of the answer wait for it; "
+                "read faster, or ask for fewer top_logprobs."
+            )
+            self._events.end(APIError(408, sentence, "too_slow"))
+            self.job.cancel()
+        if isinstance(event, Finished | Exception):
+            self._limits.release(self._owner)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def first(self) -> StreamEvent | None:
+        """Wait for the first event, so that an immediate error has a suitable status; None if it takes longer. Raises
+        that error."""
+        try:
+            found = await self._events.get(FIRST_EVENT_TIMEOUT_S)
+        except BaseException:
+            self.disconnect()
+            raise
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def events(self, event: StreamEvent | None) -> AsyncIterator[StreamEvent | None]:
+        """Yield the first event, ``event``, and all others; None after every :data:`KEEP_ALIVE_S` seconds without
+        one."""
+        while True:
+            yield event
+            if isinstance(event, Finished | Exception):
+                return
+            event = await self._events.get(KEEP_ALIVE_S)
+
+    async def all(self) -> list[StreamEvent]:
+        """Return all events."""
+        found: list[StreamEvent] = []
+        while not found or not isinstance(found[-1], Finished | Exception):
+            if (event := await self._events.get()) is not None:
+                found.append(event)
+        return found

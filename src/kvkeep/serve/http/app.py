@@ -1,29 +1,44 @@
-"""The application: its routes, and the page."""
+"""The application: what happens to every request, its routes, and the page."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import ipaddress
+import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from importlib import import_module, resources
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import UsageError, place_of
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.answering import Answering
-from kvkeep.serve.http.body import MAX_REQUEST_BYTES, RequestMemory, read_body, unless_disconnected
+from kvkeep.native.room import has_room
+from kvkeep.serve.engine import ROOM_BYTES, Engine
+from kvkeep.serve.http.answering import Answering, Limits
+from kvkeep.serve.http.body import (
+    MAX_REQUEST_BYTES,
+    Hold,
+    RequestMemory,
+    bearer,
+    check_headers,
+    json_response,
+    limit_body,
+    read_body,
+    unless_disconnected,
+)
 from kvkeep.serve.http.completions import ChatRequest, TextRequest, TokenizeRequest
-from kvkeep.serve.http.errors import HANDLERS, APIError
-from kvkeep.serve.http.events import Limits, json_response
-from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.http.errors import HANDLERS, APIError, new_request_id
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
-from kvkeep.serve.http.middleware import RequestMiddleware
 from kvkeep.serve.http.sessions import session_routes
 
 with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
@@ -41,6 +56,14 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Headers of its files. By the first one, a browser lets the page load them and call its server, nothing else."""
+PUBLIC_PATHS = ("/health", "/ready", "/")
+PAGE_PREFIX = "/page/"
+"""The prefix of paths that need no key, in addition to :data:`PUBLIC_PATHS`: the files of the page."""
+
+log = logging.getLogger(__name__)
+request_log = logging.getLogger("kvkeep.requests")
+"""One line per request at its end, at level INFO: id (the response's ``x-request-id``), method, path, status and
+seconds."""
 
 
 def alive(engine: Engine) -> bool:
@@ -52,12 +75,13 @@ def alive(engine: Engine) -> bool:
 def application(
     engine: Engine,
     loaded: Loaded,
-    keys: Keys,
+    keys: Sequence[str],
     limits: Limits | None = None,
     origins: Sequence[str] = (),
     scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
-    """Return the application of a running engine. origins: origins whose pages may use it (CORS). scrape: returns the
+    """Return the application of a running engine. keys: those of its clients, whose sessions belong to them; none: all
+    clients are one. origins: origins whose pages may use it (CORS). scrape: returns the
     text of ``/metrics``, if it covers more than this engine."""
     memory = RequestMemory(MAX_REQUEST_BYTES)
     metrics = Metrics(engine, memory)
@@ -79,6 +103,113 @@ def application(
     app.include_router(session_routes(engine, answering.token_texts))
     _add_operations(app, engine, scrape or metrics.scraped)
     return app
+
+
+# -- every request ------------------------------------------------------------------------------------------
+
+
+class RequestMiddleware:
+    """What happens to every request before its route: its key is checked, and its body is limited
+    (:mod:`~kvkeep.serve.http.body`). Routes read the owner of a request from ``request.state.owner``, and its memory
+    from ``request.state.hold``. Unexpected errors are logged by type and place, never by message, which may quote a
+    prompt.
+
+    A server without keys answers only requests whose Host is this machine. This prevents DNS rebinding, in which
+    another site's page uses the server under the site's name.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, memory: RequestMemory) -> None:
+        self.app, self.metrics, self.memory = app, metrics, memory
+        self._digests = [_digest(key) for key in dict.fromkeys(keys)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status, request_id = time.monotonic(), 0, new_request_id()
+        head = scope["method"] == "HEAD"  # answered as a GET, without a body
+        hold = Hold(self.memory)
+        state = {**scope.get("state", {}), "hold": hold}
+        scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).append("x-request-id", request_id)
+            await send({**message, "body": b""} if head and "body" in message else message)
+
+        try:
+            self._authorize(scope)
+            check_headers(scope)
+            if scope["path"] not in PUBLIC_PATHS and not has_room(ROOM_BYTES):
+                raise MemoryError
+            await self.app(scope, limit_body(receive, hold), send_with_id)
+        except Exception as error:
+            if not isinstance(error, APIError):
+                log.error("%s failed: %s", request_id, place_of(error))
+            found = self.metrics.rejected(error)
+            if status:  # the response has begun, so it can only be interrupted
+                raise _ResponseInterrupted from None
+            await found.response()(scope, receive, send_with_id)
+        finally:
+            hold.release()
+            path, seconds = quote(scope["path"]), time.monotonic() - started  # quoted: always one line
+            request_log.info("%s %s %s %d %.2f s", request_id, scope["method"], path, status, seconds)
+
+    def _authorize(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if not self._digests and not _is_loopback(headers.get("host", "")):
+            sentence = (
+                "A server without keys only answers requests to 'localhost'; start it with a key for other names."
+            )
+            raise APIError(403, sentence, "wrong_host")
+        if scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(PAGE_PREFIX):
+            scope["state"]["owner"] = self._owner(headers.get("authorization"))
+
+    def _owner(self, header: str | None) -> str:
+        """Return the owner of a request with this Authorization ``header``: its key, or all clients of a server without
+        keys. Raises APIError for a wrong or missing key."""
+        if not self._digests:
+            return "local"
+        key = bearer(header)
+        given, owner = _digest(key or ""), ""
+        for digest in self._digests:  # compare with all of them, so that timing reveals nothing
+            if hmac.compare_digest(digest, given):
+                owner = digest[:16]
+        if key is None or not owner:
+            raise APIError(401, "The API key is wrong or missing; send 'Authorization: Bearer KEY'.", "invalid_api_key")
+        return owner
+
+
+def log_requests() -> None:
+    """Write :data:`request_log` to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    request_log.addHandler(handler)
+    request_log.setLevel(logging.INFO)
+    request_log.propagate = False
+
+
+class _ResponseInterrupted(Exception):
+    """A response was interrupted after its beginning was sent."""
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a Host header names this machine."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+# -- routes -------------------------------------------------------------------------------------------------
 
 
 def _add_page(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""The body of a request: how much of it may arrive, how long, with how much memory, and how its JSON is read.
+"""Bodies: how much of a request's may arrive, how long, with how much memory, and how JSON is read and written.
 
 What grows with a body runs in worker threads: the event loop does nothing that takes long. Python's JSON parser holds
 the interpreter's lock until it has read the whole text, and a small value takes a hundred times its bytes, so the
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from email.message import Message as Header
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
@@ -93,6 +94,12 @@ class Hold:
     def release(self) -> None:
         """Hold nothing."""
         self.resize(0)
+
+
+def bearer(header: str | None) -> str | None:
+    """Return the key in an Authorization ``header``; None without a header."""
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def check_headers(scope: Scope) -> None:
@@ -281,3 +288,26 @@ def _count(text: bytes, signs: bytes) -> int:
 def _too_many(what: str, limit: int) -> APIError:
     sentence = f"The request body has more than {limit:,} {what}; send fewer messages, parts or list elements."
     return APIError(400, sentence, "too_complex")
+
+
+# -- replies ----------------------------------------------------------------------------------------------
+
+_SLICE = 256
+"""Elements that are written in one call, which holds the interpreter's lock."""
+_dumped = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON. Between two slices of a long list, other threads run."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_dumped(name)}:{json_text(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list) and len(value) > _SLICE:
+        slices = (value[first : first + _SLICE] for first in range(0, len(value), _SLICE))
+        return "[" + ",".join(_dumped(one)[1:-1] for one in slices) + "]"
+    return _dumped(value)
+
+
+async def json_response(make: Callable[..., Mapping[str, Any]], *given: Any) -> Response:
+    """Return what ``make`` returns as a response. Both it and the JSON are made in a worker thread."""
+    text = await asyncio.to_thread(lambda: json_text(make(*given)).encode())
+    return Response(text, media_type="application/json")

@@ -14,28 +14,29 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.events import StreamEvent
-from kvkeep.serve.http.protocol import AnswerRequest, ChatPrompt, Name, Prompt, Reply, Strict, Text, wrong
-from kvkeep.serve.job import Finished
+from kvkeep.serve.http.protocol import (
+    AnswerRequest,
+    ChatPrompt,
+    Name,
+    Prompt,
+    Reply,
+    StreamEvent,
+    Strict,
+    Text,
+    wrong,
+)
+from kvkeep.serve.session import Finished
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""
-MAX_MESSAGES, MAX_PARTS, MAX_ALL_PARTS = 10_000, 1000, 50_000
-"""Messages of a request; text parts of one message, and of all messages together."""
+MAX_MESSAGES, MAX_PARTS = 10_000, 1000
+"""Messages of a request, and text parts of one message."""
 
 
 def _no_tool(role: Any) -> Any:
     if role in ("tool", "function"):
         raise wrong(f"tools are not supported; send what the {role} returned as text in a message of the role 'user'")
     return role
-
-
-def _of_few_parts(given: Any) -> Any:
-    """Return the messages, unless all together have too many parts."""
-    contents = (one.get("content") for one in given if isinstance(one, dict)) if isinstance(given, list) else ()
-    if (count := sum(len(one) for one in contents if isinstance(one, list))) > MAX_ALL_PARTS:
-        raise wrong(f"the messages have {count} parts, and at most {MAX_ALL_PARTS} are allowed; join some of them")
-    return given
 
 
 def _one_prompt(given: Any) -> Any:
@@ -80,7 +81,7 @@ class Message(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES), BeforeValidator(_of_few_parts)]
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(AnswerRequest):

@@ -1,9 +1,7 @@
-"""Bearer keys, compared in constant time. Sessions belong to a key."""
+"""The keys of a server: of the environment, of a file, and the one that is made for a user."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import re
 import secrets
@@ -14,39 +12,8 @@ from pathlib import Path
 from kvkeep.errors import UsageError, reason_of
 from kvkeep.files import make_folder, open_file
 from kvkeep.models.folders import data_folder
-from kvkeep.serve.http.errors import APIError
 
 VARIABLE = "KVKEEP_API_KEYS"
-
-
-class Keys:
-    """The keys of a server. Without keys, all clients are one owner."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in dict.fromkeys(keys)]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def owner(self, header: str | None) -> str:
-        """Return the owner of a request with this Authorization ``header``. Raises APIError for a wrong or missing
-        key."""
-        if not self._digests:
-            return "local"
-        key = bearer(header)
-        given, owner = _digest(key or ""), ""
-        for digest in self._digests:  # compare with all of them, so that timing reveals nothing
-            if hmac.compare_digest(digest, given):
-                owner = digest[:16]
-        if key is None or not owner:
-            raise APIError(401, "The API key is wrong or missing; send 'Authorization: Bearer KEY'.", "invalid_api_key")
-        return owner
-
-
-def bearer(header: str | None) -> str | None:
-    """Return the key in an Authorization ``header``; None without a header."""
-    scheme, _, key = (header or "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def keys_given(path: str | None = None) -> list[str]:
@@ -101,7 +68,3 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = (getattr(error, "strerror", None) or "it is not text").lower()
         raise UsageError(f"The key file '{path}' cannot be read: {reason}.") from error
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

@@ -6,20 +6,18 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 
 from kvkeep.errors import KvkeepError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import RequestMemory
 from kvkeep.serve.http.errors import FAILED, APIError, api_error
-from kvkeep.serve.http.events import StreamEvent
-from kvkeep.serve.job import Finished
+from kvkeep.serve.http.protocol import StreamEvent
+from kvkeep.serve.session import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_TIMEOUT_S = 2.0
 """Seconds that a scrape waits for the engine. After them it reports the previous bytes."""
-_FIRST_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
-_BETWEEN_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5)
 
 
 class Metrics:
@@ -44,29 +42,16 @@ class Metrics:
             "prompt_tokens", "Prompt tokens, by whether they were read or found in a cache.", ["source"], **base
         )
         self._generated = Counter("generated_tokens", "Generated tokens.", **base)
-        about = "Seconds from a request to the first token of its answer."
-        self._first = Histogram("time_to_first_token_seconds", about, buckets=_FIRST_S, **base)
-        about = "Seconds between two tokens of an answer."
-        self._between = Histogram("time_between_tokens_seconds", about, buckets=_BETWEEN_S, **base)
         ProcessCollector(registry=self.registry)
         self._limit.set(engine.arbiter.total)
-        engine.wrote = self.wrote
-
-    def wrote(self, tokens: int, seconds: float, first: bool) -> None:
-        """Count new tokens of an answer; tokens that arrive together share the time."""
-        self._generated.inc(tokens)
-        if first:
-            self._first.observe(seconds)
-            return
-        for _ in range(tokens):
-            self._between.observe(seconds / tokens)
 
     def finished(self, event: StreamEvent) -> None:
-        """Count an answer that finished or failed without its client's fault, and the tokens of its prompt."""
+        """Count an answer that finished or failed without its client's fault, and its tokens."""
         if isinstance(event, Finished):
             self._ended.labels(event.reason).inc()
             self._prompt.labels("cached").inc(event.cached)
             self._prompt.labels("read").inc(event.read)
+            self._generated.inc(event.written)
         elif isinstance(event, Exception) and api_error(event).code == FAILED:
             self._ended.labels("failed").inc()
 

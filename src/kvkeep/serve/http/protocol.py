@@ -1,4 +1,4 @@
-"""What protocols share: the fields of a request, and what a reply is.
+"""What protocols share: the fields of a request, its prompt, and what a reply is.
 
 A protocol is one file, with its requests and its replies. Any field that is not declared is an error that names it.
 """
@@ -13,12 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvkeep.decode.prompt import PromptText, prompt_text
 from kvkeep.engine.answer import Ask
+from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.events import StreamEvent
+from kvkeep.serve.session import Finished
 
 _SEED = 2**63
+MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS = 4_000_000, 1_000_000
+"""Characters and tokens of a prompt. The tokenizer takes up to 600 bytes for a token."""
 MAX_STOPS, MAX_STOP = 16, 1000
 """Stop strings of a request, and characters of one."""
 MAX_NAME, MAX_OPTION = 1000, 200
@@ -115,6 +119,10 @@ class ChatPrompt:
 Prompt = str | list[int] | ChatPrompt
 
 
+StreamEvent = TextPiece | Finished | Exception
+"""What the event loop receives from an answer."""
+
+
 class Reply(Protocol):
     """The reply to one request."""
 
@@ -192,3 +200,34 @@ class AnswerRequest(Strict):
     @abstractmethod
     def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
         """Return the reply, which has no events yet. to_error: converts an exception within a stream to an error."""
+
+
+# -- prompts ----------------------------------------------------------------------------------------------
+
+
+def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
+    """Return the token ids of a prompt. vocabulary: the number of the model's tokens. Raises APIError for a wrong
+    prompt."""
+    if isinstance(prompt, list):
+        ids = prompt
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            sentence = "'prompt' contains ids that are not in the model's vocabulary."
+            raise APIError(400, sentence, "invalid_value", "prompt")
+    else:
+        if isinstance(prompt, ChatPrompt):
+            _check_characters(sum(len(one["content"]) for one in prompt.messages) + len(prompt.answer))
+            text = prompt_text(tokenizer, [{**one} for one in prompt.messages], answer=prompt.answer)
+        else:
+            _check_characters(len(prompt))
+            text = PromptText(prompt)
+        ids = text.ids(tokenizer)
+    if len(ids) > MAX_PROMPT_TOKENS:
+        sentence = f"The prompt has {len(ids):,} tokens, and at most {MAX_PROMPT_TOKENS:,} are allowed; shorten it."
+        raise APIError(400, sentence, "context_length_exceeded")
+    return ids
+
+
+def _check_characters(count: int) -> None:
+    if count > MAX_PROMPT_CHARACTERS:
+        sentence = f"The prompt has {count} characters, and at most {MAX_PROMPT_CHARACTERS} are allowed; shorten it."
+        raise APIError(400, sentence, "context_length_exceeded")

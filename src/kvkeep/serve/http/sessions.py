@@ -18,11 +18,10 @@ from kvkeep.contracts.entries import EntryState
 from kvkeep.errors import SessionError, SessionUnwritable, UsageError
 from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import methods
-from kvkeep.serve.arbiter import bytes_by_kind
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.body import json_response
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.events import json_response
-from kvkeep.serve.session import Name, check_name
+from kvkeep.serve.session import Name, bytes_by_kind, check_name
 from kvkeep.serve.session_storage import SessionStorage
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 class EntryCheckpoint(Checkpoint):
     """A checkpoint of entries, (lanes, n, dim), in the order of their arrival, whatever their slots. beginning: whether
-    it keeps the first block where its capacity is limited, so that :meth:`blocks` finds it."""
+    it keeps the first block where its capacity is limited, so that :meth:`passages` finds it."""
 
     by_token = False
     copies = True
@@ -104,10 +104,10 @@ class EntryCheckpoint(Checkpoint):
         keys, values = (concatenated(rows, start, stop).to(self.device) for rows in self._rows[layer])
         return keys, values
 
-    def blocks(self, layer: int, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def passages(self, layer: int, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, ``size``, dim) of blocks of ``size`` entries: ``numbers`` (lanes, n) counts
         them from 0, for each lane."""
-        keys, values = (rows.blocks(numbers, size).to(self.device) for rows in self._rows[layer])
+        keys, values = (rows.passages(numbers, size).to(self.device) for rows in self._rows[layer])
         return keys, values
 
     def first(self, layer: int) -> int:

@@ -25,7 +25,7 @@ from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import up
 
-BLOCK = 128
+COLUMNS = 128
 """The number of columns by which a bank grows, up to its budget."""
 
 SAVED = ("keys", "values", "slots", "scores", "extra", "newest", "sinks", "lanes")
@@ -210,7 +210,7 @@ class Banks:
         groups: dict[tuple[int, int], list[int]] = {}
         for lane, (bank, _) in homes.items():
             needed = length + count if counts is None else counts[lane // self.heads]
-            columns = min(bank.budget, max(bank.used, up(needed, BLOCK)))
+            columns = min(bank.budget, max(bank.used, up(needed, COLUMNS)))
             groups.setdefault((bank.budget, columns), []).append(lane)
         now = {(bank.budget, bank.columns): bank.lanes for bank in self.banks}
         if now.keys() == groups.keys() and all(
@@ -417,4 +417,4 @@ def _move(homes: dict[int, tuple[Bank, int]], members: list[int], fresh: Bank) -
 
 def bank_columns(budget: int, tokens: int) -> int:
     """Return the columns of a lane with a budget of ``budget`` entries after ``tokens`` tokens."""
-    return min(budget, up(tokens, BLOCK))
+    return min(budget, up(tokens, COLUMNS))

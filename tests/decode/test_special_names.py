@@ -11,7 +11,7 @@ import pytest
 from scripted import BEGIN, END, START, TURN, Vocabulary, byte_level, sentencepiece
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
-from kvkeep.decode.encoding import PromptText, as_data, begins_with
+from kvkeep.decode.prompt import PromptText, as_data
 
 PIECES = ("  ", "    ", " t", " th", " the", "de", "def", "<|", "|>", "</")
 KINDS = ("byte level", "sentencepiece", "first", "no space", "stripping")
@@ -120,16 +120,3 @@ def test_threads_encode_at_once_as_each_would_alone() -> None:
     alone = [one.ids(own) for one in texts]
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(lambda one: one.ids(own), texts)] == alone
-
-
-def test_a_beginning_tells_of_a_long_text_that_it_is_too_long() -> None:
-    own = made("byte level")
-    counting = Counting(own)
-    long, short = PromptText("the river " * 50_000), PromptText("the river " * 10)
-    assert begins_with(counting, long, 500) and counting.calls <= 2
-    assert not begins_with(own, short, 500)
-    count = len(long.ids(own))
-    assert not begins_with(own, long, count), "no more than it has"
-    text = as_data(own, f"{TURN} the " * 1000)
-    part = text.beginning(len(TURN) + 7)
-    assert part.text == f"{TURN} the <|"[: len(TURN) + 7] and len(part.data) == 1

@@ -1,11 +1,11 @@
-"""The reader of ``endless``: beyond a number of tokens, a step attends to the newest entries and to a few blocks.
+"""The reader of ``endless``: beyond a number of tokens, a step attends to the newest entries and to a few passages.
 
-The entries before the resident ones are in a checkpoint, with the keys of their positions in the text. They form blocks
-of consecutive tokens, of which all layers recall the same few (:mod:`kvkeep.stores.readers.block_choice`). The blocks
-are placed one after the other, in the order of the text, directly before the newest entries. So no distance exceeds the
-model's positions (InfLLM, arXiv:2402.04617, gives all of them one far position instead). Scores depend on distances
-alone: the reader copies the chosen blocks, and rotates their keys by as many positions as the block moves. The copies
-serve until the next choice.
+The entries before the resident ones are in a checkpoint, with the keys of their positions in the text. They form
+passages of consecutive tokens, of which all layers recall the same few (:mod:`kvkeep.stores.readers.passage_choice`).
+The passages are placed one after the other, in the order of the text, directly before the newest entries. So no
+distance exceeds the model's positions (InfLLM, arXiv:2402.04617, gives all of them one far position instead). Scores
+depend on distances alone: the reader copies the chosen passages, and rotates their keys by as many positions as the
+passage moves. The copies serve until the next choice.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvkeep.models.adapter import Adapter
 from kvkeep.step.plan import LayerStep, Span
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.layer import Layer, ReadEvicted
-from kvkeep.stores.readers.block_choice import BlockChoice
+from kvkeep.stores.readers.passage_choice import PassageChoice
 
 
-class RecalledBlocks(ReadEvicted):
+class RecalledPassages(ReadEvicted):
     """Attends to all entries of a text of at most ``exact`` tokens, like :class:`ReadEvicted`. Beyond them it attends
-    to the blocks of ``choice``, and to all entries after the last block."""
+    to the passages of ``choice``, and to all entries after the last passage."""
 
-    def __init__(self, site: Site, adapter: Adapter, choice: BlockChoice, exact: int | None) -> None:
+    def __init__(self, site: Site, adapter: Adapter, choice: PassageChoice, exact: int | None) -> None:
         assert isinstance(site.checkpoint, EntryCheckpoint)
         self.checkpoint, self.index, self.meter, self.first = site.checkpoint, site.layer.index, site.meter, site.first
         self.adapter, self.choice, self.exact, self.entries = adapter, choice, exact, site.entries
-        self._copied: Tensor | None = None  # the choice whose blocks are copied
+        self._copied: Tensor | None = None  # the choice whose passages are copied
         self._copies: Span | None = None
 
     @property
@@ -52,7 +52,7 @@ class RecalledBlocks(ReadEvicted):
             return None
         if self.choice.gone != self._gone:
             return None
-        near = _last(step.attend, layer.length + 1 - self.choice.blocks * self.choice.size)
+        near = _last(step.attend, layer.length + 1 - self.choice.passages * self.choice.size)
         return step._replace(attend=near if self._copies is None else [self._copies, *near])
 
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
@@ -60,7 +60,7 @@ class RecalledBlocks(ReadEvicted):
             return super().attend(layer, step)
         if layer.ledger.visible is not None or step.wide(layer.length) is not None:
             raise UsageError(
-                f"Beyond {self.exact} tokens blocks are recalled, and a row with padding or a mask of yours over the "
+                f"Beyond {self.exact} tokens passages are recalled, and a row with padding or a mask of yours over the "
                 "past has none of its own; read each text by itself, or shorten it."
             )
         settled = layer.attends_settled(step)
@@ -73,7 +73,7 @@ class RecalledBlocks(ReadEvicted):
         if self._copied is not self.choice.numbers:
             self._copy(layer)
         near = [] if self._copies is None else [self._copies.segment()]
-        if (start := self.choice.blocks * self.choice.size) < taken:
+        if (start := self.choice.passages * self.choice.size) < taken:
             keys, values = self.checkpoint.between(self.index, start, taken)
             near.append(Segment(keys[:, None], values[:, None]))
         near += [layer.segment(piece, step, None) for piece in layer.resident.pieces(ordered=False)]
@@ -105,7 +105,7 @@ class RecalledBlocks(ReadEvicted):
 
     @property
     def _gone(self) -> tuple[int, int]:
-        """The blocks that the checkpoint has lost: the first of them, and the first after them."""
+        """The passages that the checkpoint has lost: the first of them, and the first after them."""
         size, after = self.choice.size, self.checkpoint.first(self.index)
         return min(after, self.checkpoint.beginning(self.index)) // size, after // size
 
@@ -113,15 +113,15 @@ class RecalledBlocks(ReadEvicted):
         return self.exact is None or layer.ledger.length <= self.exact
 
     def _copy(self, layer: Layer) -> None:
-        """Copy the chosen blocks, with their keys at the places before the newest entries."""
+        """Copy the chosen passages, with their keys at the places before the newest entries."""
         self._copied, self._copies, size = self.choice.numbers, None, self.choice.size
         assert self._copied is not None
         count = self._copied.shape[1]
         if not count:
             return
         numbers = self._copied.repeat_interleave(layer.heads, 0)
-        keys, values = (part.flatten(1, 2) for part in self.checkpoint.blocks(self.index, numbers, size))
-        places = torch.arange(self.choice.blocks - count, self.choice.blocks, device=numbers.device)
+        keys, values = (part.flatten(1, 2) for part in self.checkpoint.passages(self.index, numbers, size))
+        places = torch.arange(self.choice.passages - count, self.choice.passages, device=numbers.device)
         moved = ((places - numbers) * size).repeat_interleave(size, 1)
         plain = keys[:, None].float()
         turned = self.adapter.turn(self.index, plain, self.adapter.angles(self.index, plain, moved))

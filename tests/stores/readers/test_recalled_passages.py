@@ -1,4 +1,4 @@
-"""Recalled blocks: exact up to a number of tokens, and beyond it chosen blocks before the newest entries."""
+"""Recalled passages: exact up to a number of tokens, and beyond it chosen passages before the newest entries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvkeep import BudgetError, EntryState, Exactness, KeepCache, Session, Usage
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.errors import NotCarried
 from kvkeep.policies.methods import resolve
-from kvkeep.serve.arbiter import peak_bytes
-from kvkeep.stores.readers.recalled_blocks import RecalledBlocks
+from kvkeep.serve.session import peak_bytes
+from kvkeep.stores.readers.recalled_passages import RecalledPassages
 
 FAMILIES = ("llama", "qwen3", "gemma3", "phi3", "qwen3_next")
-SPEC = "endless+blocks:count=3,size=16,exact=64"
+SPEC = "endless+passages:count=3,size=16,exact=64"
 
 
 def _ids(count: int, rows: int = 1) -> Tensor:
@@ -33,7 +33,7 @@ def _logits(model: Any, cache: KeepCache, ids: Tensor, steps: int = 8) -> Tensor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", ["endless+blocks:count=3,size=16", "endless+blocks:count=20,size=16,exact=40"])
+@pytest.mark.parametrize("spec", ["endless+passages:count=3,size=16", "endless+passages:count=20,size=16,exact=40"])
 def test_all_entries_or_all_blocks_are_full_attention(family: str, spec: str) -> None:
     model, ids = tiny(family), _ids(150, rows=2)
     found = _logits(model, KeepCache(model, spec, 24, chunk=16, where="disk"), ids)
@@ -55,15 +55,15 @@ def test_memory_does_not_grow_with_the_text_beside_a_checkpoint_on_disk(where: s
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_blocks_are_attended_at_the_places_before_the_newest(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotating the keys of the copies is rotating the query back, block by block."""
-    copy, moves = RecalledBlocks._copy, []
+    """Rotating the keys of the copies is rotating the query back, passage by passage."""
+    copy, moves = RecalledPassages._copy, []
 
-    def compare(self: RecalledBlocks, layer: Any) -> None:
+    def compare(self: RecalledPassages, layer: Any) -> None:
         copy(self, layer)
         numbers, size = self.choice.numbers, self.choice.size
         assert numbers is not None and self._copies is not None
-        keys, values = self.checkpoint.blocks(self.index, numbers.repeat_interleave(layer.heads, 0), size)
-        moved = (torch.arange(self.choice.blocks - numbers.shape[1], self.choice.blocks) - numbers[0]) * size
+        keys, values = self.checkpoint.passages(self.index, numbers.repeat_interleave(layer.heads, 0), size)
+        moved = (torch.arange(self.choice.passages - numbers.shape[1], self.choice.passages) - numbers[0]) * size
         query = torch.randn(layer.heads, 1, 1, keys.shape[-1])
         scores = query[:, 0] @ self._copies.keys.mT
         back = -moved[None].expand(layer.heads, -1)
@@ -76,7 +76,7 @@ def test_blocks_are_attended_at_the_places_before_the_newest(family: str, monkey
         )
         moves.append(bool((moved > 0).any()))
 
-    monkeypatch.setattr(RecalledBlocks, "_copy", compare)
+    monkeypatch.setattr(RecalledPassages, "_copy", compare)
     model = tiny(family)
     _logits(model, KeepCache(model, SPEC, 24, chunk=16, where="host"), _ids(230))
     assert any(moves)
@@ -85,7 +85,7 @@ def test_blocks_are_attended_at_the_places_before_the_newest(family: str, monkey
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_the_block_with_the_words_of_the_question_is_recalled_in_all_layers(family: str) -> None:
     model, ids, question = tiny(family), _ids(300), torch.tensor([[91, 92, 93, 94]])
-    ids[:, 70:74] = question  # in block 4
+    ids[:, 70:74] = question  # in passage 4
     cache = KeepCache(model, SPEC.replace("3", "6"), 24, chunk=16, where="host")
     readers = [cache.layers[layer.index].reader for layer in cache.geometry.full_layers]
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_the_block_with_the_words_of_the_question_is_recalled_in_all_layers(fami
 
 
 def test_single_tokens_are_planned_and_see_what_many_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two choices a step attends to the copies and to all entries after the blocks: as the same tokens do in
+    """Between two choices a step attends to the copies and to all entries after the passages: as the same tokens do in
     one pass that keeps the choice."""
     model, ids = tiny("llama"), _ids(230)
     cache, last = KeepCache(model, SPEC, 24, chunk=16, where="host"), ids[:, -20:]
@@ -111,7 +111,9 @@ def test_single_tokens_are_planned_and_see_what_many_see(monkeypatch: pytest.Mon
             found.append(model(token, cache=cache).logits)
             planned.append(cache.layers[0].plan() is not None)
         choice, numbers = twin.layers[0].reader.choice, reader.choice.numbers
-        monkeypatch.setattr(choice, "choose", lambda blocks, new, gone, choose=choice.choose: choose(blocks, 1, gone))
+        monkeypatch.setattr(
+            choice, "choose", lambda passages, new, gone, choose=choice.choose: choose(passages, 1, gone)
+        )
         wanted = model(last, cache=twin).logits
     assert all(planned) and reader.choice.numbers is numbers
     assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-3)
@@ -194,15 +196,15 @@ def test_a_question_whose_end_is_read_again_recalls_the_same_blocks() -> None:
 
 def test_what_cannot_be_recalled_is_refused() -> None:
     for spec in (
-        "window+blocks",
-        "h2o+checkpoint:kv+blocks",
-        "kv-direct+blocks",
+        "window+passages",
+        "h2o+checkpoint:kv+passages",
+        "kv-direct+passages",
         "endless:residual",
         "endless+pages:2",
     ):
         with pytest.raises(UsageError):
             resolve(spec)
-    for spec in ("endless+blocks:size=100", "endless+blocks:0"):
+    for spec in ("endless+passages:size=100", "endless+passages:0"):
         with pytest.raises(UsageError):
             resolve(spec)
     with pytest.raises(BudgetError, match="space for"):
@@ -252,13 +254,13 @@ def test_a_full_checkpoint_drops_its_oldest_blocks_and_stays_within_the_capacity
     chosen = cache.layers[0].reader.choice
     with torch.no_grad():
         model(question, cache=cache)
-    assert chosen.numbers[0, 0] == 0, "the first block stays"
+    assert chosen.numbers[0, 0] == 0, "the first passage stays"
     assert all(number == 0 or number * 16 >= cache.checkpoint.first(0) for number in chosen.numbers[0].tolist())
 
 
 def test_a_block_is_recalled_until_it_is_dropped() -> None:
     model, ids, question = tiny("llama", positions=4096), _ids(2100), torch.tensor([[91, 92, 93, 94]])
-    ids[:, 400:404] = question  # in block 25
+    ids[:, 400:404] = question  # in passage 25
     for tokens, there in ((1200, True), (2100, False)):
         cache = _quota(ids[:, :tokens], QUOTA)
         with torch.no_grad():
@@ -268,9 +270,9 @@ def test_a_block_is_recalled_until_it_is_dropped() -> None:
 
 
 def test_what_is_not_lost_is_as_without_a_capacity() -> None:
-    """Before the first loss in all bits, and after it where the same blocks are recalled."""
+    """Before the first loss in all bits, and after it where the same passages are recalled."""
     model, ids = tiny("llama", positions=4096), _ids(2080)
-    ids[:, 1984:1992] = ids[:, -8:]  # a question whose blocks are there in both
+    ids[:, 1984:1992] = ids[:, -8:]  # a question whose passages are there in both
     for tokens in (1000, 2080):
         logits = []
         for capacity in (None, QUOTA):
@@ -304,7 +306,7 @@ def test_a_cache_that_has_lost_blocks_is_copied_saved_and_not_cropped_into_them(
 @pytest.mark.parametrize("exact", [64, 900])
 def test_a_crop_to_where_entries_are_lost_is_refused(exact: int) -> None:
     """Those of an exact text, or the newest ones: the text is read again, and is what it was."""
-    model, ids, method = tiny("llama", positions=4096), _ids(2300), f"endless+blocks:count=3,size=16,exact={exact}"
+    model, ids, method = tiny("llama", positions=4096), _ids(2300), f"endless+passages:count=3,size=16,exact={exact}"
     cache = KeepCache(model, method, 96, chunk=16, where="host", capacity=exact + 1400)
     with torch.no_grad():
         model(ids, cache=cache)
@@ -320,16 +322,16 @@ def test_a_crop_to_where_entries_are_lost_is_refused(exact: int) -> None:
 
 
 def test_no_distance_exceeds_the_positions() -> None:
-    """A full number of blocks, a chunk, a block that is not whole, and what is written until the next choice."""
+    """A full number of passages, a chunk, a passage that is not whole, and what is written until the next choice."""
     model, ids = tiny("llama", positions=512), _ids(1000)
-    with pytest.raises(BudgetError, match=r"space for 19 of 20 blocks of 16; .* \(endless\+blocks:19\)"):
-        KeepCache(model, "endless+blocks:count=20,size=16,exact=64", 96, chunk=64)
-    cache, most = KeepCache(model, "endless+blocks:count=19,size=16,exact=64", 96, chunk=64), 0
+    with pytest.raises(BudgetError, match=r"space for 19 of 20 passages of 16; .* \(endless\+passages:19\)"):
+        KeepCache(model, "endless+passages:count=20,size=16,exact=64", 96, chunk=64)
+    cache, most = KeepCache(model, "endless+passages:count=19,size=16,exact=64", 96, chunk=64), 0
     with torch.no_grad():
         for start, stop in ((0, 700), *((at, at + 1) for at in range(700, 800))):
             model(ids[:, start:stop], cache=cache)
             choice = cache.layers[0].reader.choice
-            most = max(most, stop - (choice.blocks - choice.numbers.shape[1]) * choice.size)
+            most = max(most, stop - (choice.passages - choice.numbers.shape[1]) * choice.size)
     assert 450 < most <= 512
 
 
@@ -376,4 +378,4 @@ def test_another_kind_of_checkpoint_and_more_exact_tokens_than_positions_are_ref
         KeepCache(model, "endless", 24, checkpoint="residual")
     KeepCache(model, SPEC, 24, checkpoint="kv", chunk=16)
     with pytest.raises(UsageError, match="exact up to the model's 512 positions at most, not up to 513 tokens"):
-        KeepCache(model, "endless+blocks:count=3,size=16,exact=513", 24, chunk=16)
+        KeepCache(model, "endless+passages:count=3,size=16,exact=513", 24, chunk=16)

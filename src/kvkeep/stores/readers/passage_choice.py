@@ -1,8 +1,9 @@
-"""Which blocks of the old text ``endless`` recalls: those with the words of the question.
+"""Which passages of the old text ``endless`` recalls: those with the words of the question.
 
 The words are token ids, and pairs of consecutive ones. BM25 (Robertson and Zaragoza, "The Probabilistic Relevance
-Framework", 2009) scores each block by them: a word counts more the fewer blocks have it. The ledger has the ids of the
-whole text, so there is no index to keep: a choice reads the ids once. All layers and heads recall the same blocks.
+Framework", 2009) scores each passage by them: a word counts more the fewer passages have it. The ledger has the ids of
+the whole text, so there is no index to keep: a choice reads the ids once. All layers and heads recall the same
+passages.
 """
 
 from __future__ import annotations
@@ -20,64 +21,64 @@ WRITTEN = 32
 HALF = 16
 """A word counts half as much as one that is so many tokens newer."""
 SHARE = 0.5
-"""A block is recalled if its score is at least this share of the best one's. More blocks distract the model."""
+"""A passage is recalled if its score is at least this share of the best one's. More passages distract the model."""
 K1 = 1.2
-"""BM25's saturation of repeated words. Its correction for the length of a text has no use: all blocks are as long."""
+"""BM25's saturation of repeated words. Its correction for the length of a text has no use: all passages are as long."""
 
 
-class BlockChoice:
-    """The blocks that the layers of a cache recall: of ``size`` tokens, at most ``count`` of each row. They follow from
-    the ledger's ids and a few numbers (:attr:`state`), so a copy or a saved session chooses the same."""
+class PassageChoice:
+    """The passages that the layers of a cache recall: of ``size`` tokens, at most ``count`` of each row. They follow
+    from the ledger's ids and a few numbers (:attr:`state`), so a copy or a saved session chooses the same."""
 
     def __init__(self, ledger: Ledger, count: int, size: int) -> None:
         self.ledger, self.count, self.size = ledger, count, size
         self.numbers: Tensor | None = None
-        """(rows, n) int64, in ascending order: the chosen blocks, counted from 0. A new choice is a new tensor."""
-        self.blocks = 0
-        """The number of blocks among which they were chosen: later entries are no part of a block yet."""
+        """(rows, n) int64, in ascending order: the chosen passages, counted from 0. A new choice is a new tensor."""
+        self.passages = 0
+        """The number of passages among which they were chosen: later entries are no part of a passage yet."""
         self.gone = 0, 0
-        """The blocks that the checkpoint had lost by then: the first of them, and the first after them."""
-        self._question = 0, 0, 0  # the slots of the question, and the blocks among which it chose
-        self._at = 0  # the tokens when the blocks were chosen
+        """The passages that the checkpoint had lost by then: the first of them, and the first after them."""
+        self._question = 0, 0, 0  # the slots of the question, and the passages among which it chose
+        self._at = 0  # the tokens when the passages were chosen
 
     @property
     def holds(self) -> bool:
         """Whether a pass of one token keeps the choice."""
         return 0 < self._at <= self.ledger.length <= self._at + WRITTEN
 
-    def choose(self, blocks: int, new: int, gone: tuple[int, int]) -> None:
-        """Choose among the first ``blocks`` blocks in a pass of ``new`` tokens, unless a single token keeps the choice.
-        Several tokens are a text or a question. One is a part of an answer, in which the question still counts. Where
-        blocks have been lost since a choice, it is made again, by the same words. gone: as :attr:`gone`."""
+    def choose(self, passages: int, new: int, gone: tuple[int, int]) -> None:
+        """Choose among the first ``passages`` passages in a pass of ``new`` tokens, unless a single token keeps the
+        choice. Several tokens are a text or a question. One is a part of an answer, in which the question still counts.
+        Where passages have been lost since a choice, it is made again, by the same words. gone: as :attr:`gone`."""
         if new > 1 or not self.holds:
             self._at = self.ledger.length
             if new > 1:
-                self._question = self._at - min(new, QUESTION), self._at, blocks
+                self._question = self._at - min(new, QUESTION), self._at, passages
             elif not self._question[1]:  # it was asked while all entries were attended: the tokens until then
                 self._question = max(0, self._at - 1 - QUESTION), self._at - 1, 0
             again = self._question[1] == self._at  # the question, or its last token after a crop
-            self.blocks = self._question[2] if again else blocks
+            self.passages = self._question[2] if again else passages
         elif self.numbers is not None and self.gone == gone:
             return
         self.gone = gone
-        self.blocks = max(self.blocks, gone[1])  # after a crop there may be fewer than are gone
+        self.passages = max(self.passages, gone[1])  # after a crop there may be fewer than are gone
         question, written = self._question[:2], (max(self._question[1], self._at - WRITTEN), self._at)
         query = torch.cat([self._ids(*question), self._ids(*written)], 1)
         weight = torch.cat([_aged(stop - start, query.device) for start, stop in (question, written)])
-        there = torch.ones(self.blocks, dtype=torch.bool, device=query.device)
+        there = torch.ones(self.passages, dtype=torch.bool, device=query.device)
         there[slice(*gone)] = False
         if int(there.sum()) <= self.count:
             self.numbers = there.nonzero()[:, 0].expand(len(query), -1)
         else:
-            past = self._ids(0, self.blocks * self.size)
+            past = self._ids(0, self.passages * self.size)
             scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
-            self.numbers = best_blocks(torch.stack(scores).masked_fill(~there, -1.0), self.count)
+            self.numbers = best_passages(torch.stack(scores).masked_fill(~there, -1.0), self.count)
 
     def truncate(self, length: int) -> None:
         """Forget what was chosen or asked after ``length`` tokens. A question stays without its last token, which is
         read again for another answer."""
         if self._at > length:
-            self.numbers, self._at, self.blocks = None, 0, 0
+            self.numbers, self._at, self.passages = None, 0, 0
         if self._question[1] > length + 1:
             self._question = 0, 0, 0
 
@@ -88,18 +89,18 @@ class BlockChoice:
     @property
     def state(self) -> Tensor:
         """The numbers from which a choice follows, (5,) int64."""
-        return torch.tensor([*self._question, self._at, self.blocks])
+        return torch.tensor([*self._question, self._at, self.passages])
 
     def restore(self, state: Tensor) -> None:
         """Restore :attr:`state`."""
-        start, stop, among, self._at, self.blocks = state.tolist()
+        start, stop, among, self._at, self.passages = state.tolist()
         self._question = start, stop, among
 
     def check(self, tokens: int) -> None:
         """Raise ShapeError where the numbers that were restored are not of a text of ``tokens`` tokens."""
         start, stop, among = self._question
         within("choice", torch.tensor([start, max(stop - 1, 0), self._at]), 0, tokens + 1)
-        within("choice", torch.tensor([among, self.blocks]), 0, tokens // self.size + 1)
+        within("choice", torch.tensor([among, self.passages]), 0, tokens // self.size + 1)
         within("choice", start, 0, stop + 1)
 
     def _ids(self, start: int, stop: int) -> Tensor:
@@ -111,13 +112,13 @@ def _aged(count: int, device: torch.device) -> Tensor:
     return 0.5 ** (torch.arange(count - 1, -1, -1, device=device) / HALF)
 
 
-def best_blocks(scores: Tensor, count: int) -> Tensor:
-    """Return at most ``count`` blocks of each row, (rows, n) in ascending order. scores: (rows, blocks), at least 0;
-    below 0 for lost blocks, which are not the first and leave more than ``count``.
+def best_passages(scores: Tensor, count: int) -> Tensor:
+    """Return at most ``count`` passages of each row, (rows, n) in ascending order. scores: (rows, passages), at least
+    0; below 0 for lost passages, which are not the first and leave more than ``count``.
 
-    The first block is one of them. The others are those with at least :data:`SHARE` of the best one's score, each with
-    the block after it, into which what it begins may continue. Of equal ones the newest are taken. A row that needs
-    fewer than another one has more of the next best."""
+    The first passage is one of them. The others are those with at least :data:`SHARE` of the best one's score, each
+    with the passage after it, into which what it begins may continue. Of equal ones the newest are taken. A row that
+    needs fewer than another one has more of the next best."""
     last, ranked, needed = scores.shape[1] - 1, [], 1
     for row in scores:
         found, least = {0: None}, SHARE * float(row.max())
@@ -133,16 +134,16 @@ def best_blocks(scores: Tensor, count: int) -> Tensor:
 
 
 def word_scores(ids: Tensor, query: Tensor, weight: Tensor, size: int) -> Tensor:
-    """Return BM25 of each block, (blocks,) float32. ids: (blocks * ``size``,) int32. query, weight: (n,) int32 and
-    float32, the words that are looked for, and how much each counts. A pair counts as much as its second word."""
-    device, blocks = ids.device, len(ids) // size
+    """Return BM25 of each passage, (passages,) float32. ids: (passages * ``size``,) int32. query, weight: (n,) int32
+    and float32, the words that are looked for, and how much each counts. A pair counts as much as its second word."""
+    device, passages = ids.device, len(ids) // size
     words, spelled = query.unique(return_inverse=True)
     code = torch.full((int(torch.maximum(ids.max(), words[-1])) + 1,), -1, device=device)  # the word of a token, or -1
     code[words] = torch.arange(len(words), device=device)
     found = code[ids]
     places = (found >= 0).nonzero()[:, 0]
     found = found[places]
-    scores = _bm25(places // size, found, spelled, weight, len(words), blocks)
+    scores = _bm25(places // size, found, spelled, weight, len(words), passages)
     follows = places[1:] == places[:-1] + 1
     pairs = (found[:-1] * len(words) + found[1:])[follows]
     wanted, spelled = (spelled[:-1] * len(words) + spelled[1:]).unique(return_inverse=True)
@@ -150,14 +151,15 @@ def word_scores(ids: Tensor, query: Tensor, weight: Tensor, size: int) -> Tensor
     code[wanted] = torch.arange(len(wanted), device=device)
     found, places = code[pairs], places[:-1][follows]
     known = found >= 0
-    return scores + _bm25(places[known] // size, found[known], spelled, weight[1:], len(wanted), blocks)
+    return scores + _bm25(places[known] // size, found[known], spelled, weight[1:], len(wanted), passages)
 
 
-def _bm25(block: Tensor, term: Tensor, query: Tensor, weight: Tensor, terms: int, blocks: int) -> Tensor:
-    """Return the scores of all blocks, (blocks,). block, term: (places,), where terms of the question occur. query,
-    weight: (n,), the terms of the question, and the weight of each; a term that is asked twice has the greater one."""
-    counts = torch.bincount(block * terms + term, minlength=blocks * terms).view(blocks, terms).float()
+def _bm25(passage: Tensor, term: Tensor, query: Tensor, weight: Tensor, terms: int, passages: int) -> Tensor:
+    """Return the scores of all passages, (passages,). passage, term: (places,), where terms of the question occur.
+    query, weight: (n,), the terms of the question, and the weight of each; a term that is asked twice has the greater
+    one."""
+    counts = torch.bincount(passage * terms + term, minlength=passages * terms).view(passages, terms).float()
     holders = (counts > 0).sum(0)
-    rarity = torch.log1p((blocks - holders + 0.5) / (holders + 0.5))
+    rarity = torch.log1p((passages - holders + 0.5) / (holders + 0.5))
     weight = weight.new_zeros(terms).scatter_reduce(0, query, weight, "amax")
     return (counts * (K1 + 1) / (counts + K1)) @ (weight * rarity)

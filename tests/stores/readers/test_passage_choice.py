@@ -1,4 +1,4 @@
-"""The choice of blocks by words: BM25 of token ids and pairs, against the formula, and what keeps a choice."""
+"""The choice of passages by words: BM25 of token ids and pairs, against the formula, and what keeps a choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.readers.block_choice import K1, WRITTEN, BlockChoice, best_blocks, word_scores
+from kvkeep.stores.readers.passage_choice import K1, WRITTEN, PassageChoice, best_passages, word_scores
 
 
 def _ids(*ids: int) -> Tensor:
@@ -22,22 +22,22 @@ def _ledger(ids: Tensor) -> Ledger:
 
 
 def _bm25(ids: list[int], query: list[int], weight: list[float], size: int) -> list[float]:
-    """BM25 of words and pairs, term by term. A pair belongs to the block in which it begins."""
-    blocks = len(ids) // size
+    """BM25 of words and pairs, term by term. A pair belongs to the passage in which it begins."""
+    passages = len(ids) // size
     weights: dict[tuple[int, ...], float] = {}
     for place in range(len(query)):
         for term in (tuple(query[place : place + 1]), tuple(query[place - 1 : place + 1]) if place else ()):
             if term:
                 weights[term] = max(weights.get(term, 0.0), weight[place])
-    scores = [0.0] * blocks
+    scores = [0.0] * passages
     for term, factor in weights.items():
-        counts = [0] * blocks
+        counts = [0] * passages
         for place in range(len(ids) - len(term) + 1):
             counts[place // size] += tuple(ids[place : place + len(term)]) == term
         holders = sum(count > 0 for count in counts)
-        rarity = math.log(1 + (blocks - holders + 0.5) / (holders + 0.5))
-        for block, count in enumerate(counts):
-            scores[block] += factor * rarity * count * (K1 + 1) / (count + K1)
+        rarity = math.log(1 + (passages - holders + 0.5) / (holders + 0.5))
+        for passage, count in enumerate(counts):
+            scores[passage] += factor * rarity * count * (K1 + 1) / (count + K1)
     return scores
 
 
@@ -51,7 +51,7 @@ def test_scores_are_bm25_of_words_and_pairs() -> None:
 
 
 def _best(*scores: float, count: int) -> list[int]:
-    found: list[int] = best_blocks(torch.tensor([scores]), count)[0].tolist()
+    found: list[int] = best_passages(torch.tensor([scores]), count)[0].tolist()
     return found
 
 
@@ -65,11 +65,11 @@ def test_the_best_blocks_come_with_the_next_ones_and_ties_go_to_the_newest() -> 
 def test_blocks_far_below_the_best_are_left_out_unless_another_row_needs_as_many() -> None:
     one, all_of_them = [0.0, 0, 5, 0, 2, 0, 1, 0], [0.0, 3, 0, 3, 0, 3, 0, 3]
     assert _best(*one, count=8) == [0, 2, 3]
-    assert best_blocks(torch.tensor([one, all_of_them]), 6).tolist() == [[0, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
+    assert best_passages(torch.tensor([one, all_of_them]), 6).tolist() == [[0, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
 
 
-def _read(ledger: Ledger, choice: BlockChoice, *ids: int) -> list[int]:
-    """Read ``ids`` in one pass, and return the blocks that the first row recalls."""
+def _read(ledger: Ledger, choice: PassageChoice, *ids: int) -> list[int]:
+    """Read ``ids`` in one pass, and return the passages that the first row recalls."""
     ledger.append(torch.tensor([ids]), None, None, None)
     choice.choose(20, len(ids), (0, 0))
     assert choice.numbers is not None
@@ -79,22 +79,22 @@ def _read(ledger: Ledger, choice: BlockChoice, *ids: int) -> list[int]:
 
 def test_a_choice_serves_the_tokens_that_are_written_after_it() -> None:
     ledger = _ledger(torch.arange(320)[None] + 100)
-    choice = BlockChoice(ledger, 4, 16)
+    choice = PassageChoice(ledger, 4, 16)
     assert not choice.holds
-    assert _read(ledger, choice, 120, 121, 122) == [0, 1, 2]  # the question's words are in block 1
+    assert _read(ledger, choice, 120, 121, 122) == [0, 1, 2]  # the question's words are in passage 1
     numbers = choice.numbers
     for _ in range(WRITTEN):
         assert _read(ledger, choice, 241) == [0, 1, 2] and choice.numbers is numbers and choice.holds
-    found = _read(ledger, choice, 242)  # in block 8, like 241
+    found = _read(ledger, choice, 242)  # in passage 8, like 241
     assert {1, 8} < {*found} and choice.numbers is not numbers
 
 
 def test_a_choice_follows_from_its_state_and_the_ledger() -> None:
     ledger = _ledger(torch.arange(320)[None] + 100)
-    choice = BlockChoice(ledger, 4, 16)
+    choice = PassageChoice(ledger, 4, 16)
     _read(ledger, choice, 120, 121, 122)
     wanted = _read(ledger, choice, 241)
-    again = BlockChoice(ledger, 4, 16)
+    again = PassageChoice(ledger, 4, 16)
     again.restore(choice.state)
     assert _read(ledger, again, 242) == wanted
     choice.truncate(323)  # the question stays
@@ -106,9 +106,9 @@ def test_a_choice_follows_from_its_state_and_the_ledger() -> None:
 
 
 def test_a_question_whose_last_token_is_read_again_chooses_as_it_did() -> None:
-    """For another answer, also after a long one, during which other blocks were chosen."""
+    """For another answer, also after a long one, during which other passages were chosen."""
     ledger = _ledger(torch.arange(320)[None] + 100)
-    choice = BlockChoice(ledger, 4, 16)
+    choice = PassageChoice(ledger, 4, 16)
     wanted = _read(ledger, choice, 120, 121, 122)
     state = choice.state
     for _ in range(WRITTEN):
@@ -123,7 +123,7 @@ def test_a_question_whose_last_token_is_read_again_chooses_as_it_did() -> None:
 def test_rows_choose_by_their_own_words() -> None:
     ids = torch.stack([torch.arange(160), torch.arange(160).flip(0)])
     ledger = _ledger(torch.cat([ids, torch.tensor([[40, 41], [40, 39]])], 1))
-    choice = BlockChoice(ledger, 3, 16)
+    choice = PassageChoice(ledger, 3, 16)
     choice.choose(10, 2, (0, 0))
     assert choice.numbers is not None and choice.numbers.tolist() == [[0, 2, 3], [0, 7, 8]]
     choice.choose(2, 2, (0, 0))
@@ -131,9 +131,9 @@ def test_rows_choose_by_their_own_words() -> None:
 
 
 def test_a_lost_block_is_no_neighbour() -> None:
-    """The block after the best one is lost, and the text goes on far behind it."""
+    """The passage after the best one is lost, and the text goes on far behind it."""
     ledger = _ledger(torch.arange(320)[None] + 100)
-    choice = BlockChoice(ledger, 4, 16)
+    choice = PassageChoice(ledger, 4, 16)
     ledger.append(torch.tensor([[120, 121]]), None, None, None)
     choice.choose(20, 2, (2, 9))
     assert choice.numbers is not None and choice.numbers.tolist() == [[0, 1]]
@@ -144,7 +144,7 @@ def test_a_lost_block_is_no_neighbour() -> None:
 def test_a_question_counts_that_was_asked_while_all_entries_were_attended() -> None:
     """It is among the tokens before the first choice, whatever pass has read them."""
     ledger = _ledger(torch.cat([torch.arange(320), torch.tensor([20, 21]), torch.full((62,), -1)])[None] + 100)
-    choice = BlockChoice(ledger, 4, 16)
+    choice = PassageChoice(ledger, 4, 16)
     for _ in range(2 * WRITTEN):
         ledger.append(torch.tensor([[99]]), None, None, None)
         choice.choose(20, 1, (0, 0))
