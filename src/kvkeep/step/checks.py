@@ -20,7 +20,7 @@ _BESIDE = (torch.int32, torch.float32, torch.float32, torch.int32)
 _SLOTS = 2**31
 
 
-class Bank(NamedTuple):
+class StepShape(NamedTuple):
     """The shape of what a step writes to."""
 
     lanes: int
@@ -32,7 +32,7 @@ class Bank(NamedTuple):
     """The rows that the evicted entry may be copied to; 0 where it is discarded."""
 
 
-def check(step: LayerStep) -> Bank:
+def check(step: LayerStep) -> StepShape:
     """Raise BadCall where a step breaks a rule; its others are not checked."""
     bank, append, evict = bank_of(step), step.append, step.evict
     check_beside(append, bank.lanes)
@@ -54,7 +54,7 @@ def check(step: LayerStep) -> Bank:
     return bank
 
 
-def bank_of(step: LayerStep) -> Bank:
+def bank_of(step: LayerStep) -> StepShape:
     """Return the shape of what a step writes to. Raises BadCall where tensors of entries, or ``seen``, do not fit."""
     lanes, rows, widths = _written(step.append)
     evicted_rows, evict, seen = 0, step.evict, step.seen
@@ -67,7 +67,7 @@ def bank_of(step: LayerStep) -> Bank:
         seen.dtype != torch.bool or seen.dim() != 2 or len(seen) != lanes or seen.shape[1] < step.entries
     ):
         raise BadCall("empty places must be bool, (lanes, entries or more)")
-    return Bank(lanes, rows, widths, evicted_rows)
+    return StepShape(lanes, rows, widths, evicted_rows)
 
 
 def _written(one: Destination) -> tuple[int, int, tuple[int, int]]:
@@ -107,7 +107,7 @@ def check_beside(one: Destination, lanes: int, source: Destination | None = None
         raise BadCall("counts of merged tokens must come with the last slot among them")
 
 
-def check_token(step: LayerStep, bank: Bank, entries: int) -> None:
+def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
     """Check what changes with every token. entries: those that the query attends to."""
     append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _ = step
     if ranks is not None:
@@ -143,7 +143,9 @@ def check_span(start: int, stop: int, rows: int) -> None:
         raise BadCall("a span must lie within its rows, and not end before it begins")
 
 
-def check_lanes(parts: Sequence[LayerStep], banks: Sequence[Bank], shape: tuple[int, int, int] | None = None) -> int:
+def check_lanes(
+    parts: Sequence[LayerStep], banks: Sequence[StepShape], shape: tuple[int, int, int] | None = None
+) -> int:
     """Return the lanes of a token, which its parts must cover in order. shape: KV heads, key_dim and value_dim of its
     entry; None: unknown."""
     lanes = 0
