@@ -41,15 +41,15 @@ class KeepCache(RecurrentCache):
         method: a name of ``kvkeep methods``; by default "full" without a budget and "kv-direct" with one.
         budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share (``"25%"``) of
             ``context`` tokens.
-        checkpoint: what is stored of evicted entries: "kv", "tokens", "residual" or "residual:STRIDE"; by default the
-            smaller of kv and residual.
+        checkpoint: form in which evicted entries are stored: "kv", "tokens", "residual" or "residual:STRIDE"; by
+            default the smaller of kv and residual.
         where: "device", "host" or "disk"; by default disk for a model on the CPU, and host for a model on an
             accelerator.
         capacity: maximum number of entries in a checkpoint of kind "kv".
         folder: folder of a checkpoint on disk.
         chunk: prompt tokens processed in one pass.
         page: rows rebuilt at a time.
-        context: tokens of the whole text; by default all the model's positions.
+        context: tokens of the whole text; by default the maximum context length.
         batch: rows of the batch that share a budget in bytes.
         recall: how evicted entries are read ("verified"), as if the method's name ended with it; without a
             method it is added to "snapkv".

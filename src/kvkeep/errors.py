@@ -74,7 +74,7 @@ class StoreError(KvkeepError):
 
 
 class EntriesLost(StoreError):
-    """Entries on disk cannot be read, or are not as they were written."""
+    """Entries on disk cannot be read, or differ from what was written."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(
@@ -101,7 +101,7 @@ class SessionError(KvkeepError):
 
 
 class SessionBusy(SessionError):
-    """Another program, or an answer that is being written, has the session."""
+    """Another program, or an answer that is being written, uses the session."""
 
 
 class SessionDamaged(SessionError):

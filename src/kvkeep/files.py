@@ -296,4 +296,4 @@ def wait_for_lock(path: Path, patience_s: float = math.inf) -> int:
             os.close(handle)
             raise
         os.close(handle)
-    raise OSError(errno.EAGAIN, "it changes all the time", os.fspath(path))
+    raise OSError(errno.EAGAIN, "it keeps changing", os.fspath(path))

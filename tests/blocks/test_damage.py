@@ -103,7 +103,7 @@ def loaded(folder: Path, name: str, own: Any, tokenizer: str, again: bool) -> st
     method = name.partition("/")[2]
     try:
         with StoredSession(Store(folder), name) as stored:
-            session = (load_session if again else StoredSession.load)(stored, own, tokenizer)  # type: ignore[operator]
+            session = load_session(stored, own, tokenizer) if again else stored.load(own, tokenizer)
     except SessionError as error:
         assert len(str(error).splitlines()) == 1
         return "refused"

@@ -218,7 +218,7 @@ def test_a_description_of_infinite_length_is_damage(tmp_path: Path) -> None:
     description = b'{"bytes": Infinity}'
     header = HEADER.pack(MAGIC, len(description), zlib.crc32(description))
     folder.path(name(0)).write_bytes(header + description)
-    with pytest.raises(BlockDamaged, match="another description"):
+    with pytest.raises(BlockDamaged, match="invalid description"):
         folder.read(name(0))
 
 

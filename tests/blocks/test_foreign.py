@@ -121,7 +121,7 @@ def test_what_others_have_put_into_a_store_stays_as_it_is(kind: str, tmp_path: P
         assert [facts(path) for path in (target, *laid)] == before
         listed = CliRunner().invoke(app, ["list", "--sessions", str(store.folder)])
         assert listed.exit_code == 0, listed.output
-        with pytest.raises(SessionError, match="files of others"):
+        with pytest.raises(SessionError, match="other files"):
             store.remove(NAME)
     assert [facts(path) for path in (target, *laid)] == before
     assert not store.files(NAME).generations()

@@ -60,9 +60,9 @@ def test_a_prompt_that_is_too_long_is_told_what_reads_it(run: Run, model_folder:
     (tmp_path / "long.txt").write_text("the of and to " * 200)
     common = ("generate", "-m", str(model_folder), "-n", "2", "--json", "-f", str(tmp_path / "long.txt"))
     for options, remedy in (
-        (("-p", "is it"), "read only the passages that have the words of the prompt (--excerpts 2048), continue"),
+        (("-p", "is it"), "read only the passages that match the prompt (--excerpts 2048), continue"),
         (("-p", "the of", "--excerpts", "700"), "read fewer --excerpts, continue"),
-        ((), "continue beyond them with the method endless (-x endless -b 1024)"),
+        ((), "continue past them with the method endless (-x endless -b 1024)"),
     ):
         code, out, err = run(*common, *options, "-b", "12.5%")
         assert code == 2 and not out and err.count("\n") == 1 and f"512 positions; {remedy}" in err, err

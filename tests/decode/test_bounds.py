@@ -47,7 +47,7 @@ def test_the_ends_of_the_ranges() -> None:
 @pytest.mark.parametrize("token", [97, -1, 2**40])
 def test_a_token_that_the_model_does_not_have(token: int) -> None:
     model = tiny("llama")
-    with pytest.raises(UsageError, match=f"has the token id {token}, and the model's are 0 to 96"):
+    with pytest.raises(UsageError, match=f"contains the token id {token}, but the model's ids are 0 to 96"):
         generate(model, None, [5, token, 7], KeepCache(model))
 
 

@@ -78,7 +78,7 @@ def test_a_template_that_would_take_hours_is_stopped(kind: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("template", ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% include 'a' %}"])
 def test_what_a_template_cannot_do_is_one_sentence(template: str) -> None:
-    with pytest.raises(UsageError, match=r"^The model's chat template does not take this conversation \([^\n]*\.$"):
+    with pytest.raises(UsageError, match=r"^The model's chat template rejects this conversation \([^\n]*\.$"):
         encode(byte_level().tokenizer(template), TALK)
 
 

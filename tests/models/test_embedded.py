@@ -317,7 +317,7 @@ def test_ctrl_c_ends_pip_and_says_how_to_continue(tmp_path: Path) -> None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=50)
-    assert "Interrupted. What has arrived is kept; the same command fetches the rest." in errors
+    assert "Interrupted. The part that has arrived is kept; the same command fetches the rest." in errors
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "process").read_text()), 0)
     assert kept() == []

@@ -182,7 +182,7 @@ def test_a_model_too_large_is_refused_before_it_is_read(
 
 @pytest.mark.parametrize("requested", ["int8", "int4"])
 def test_integer_weights_are_refused_on_an_accelerator(requested: str) -> None:
-    with pytest.raises(UsageError, match=f"Weights in {requested} run on the cpu only, not on cuda:1; ask for"):
+    with pytest.raises(UsageError, match=f"Weights in {requested} run on the cpu only, not on cuda:1; use bfloat16"):
         chosen_format(requested, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
 
 

@@ -79,7 +79,7 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
         keys_given(str(file))
     file.write_text("# none\n")
     for wrong, sentence in (
-        (["--keys", str(file)], "has no keys"),
+        (["--keys", str(file)], "contains no keys"),
         (["--keys", str(tmp_path / "nowhere")], "cannot be read: no such file"),
         (["--cors", "chat.example"], "is not an origin"),
         (["--certificate", str(file)], "needs both"),

@@ -104,7 +104,6 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             assert turn == 0 or client.ended.cached >= len(ids[number]) - len(parts[number][turn]) - 1, cache[number]
             ids[number] += client.ended.tokens
             found[number].append([*client.ended.tokens])
-    print(max(measured), engine.arbiter.total)
     assert engine.arbiter.total // 2 < max(measured) <= engine.arbiter.total  # a limit that is used
     assert engine.sessions.parked > count and engine.sessions.storage.restored > count
     for number in range(count):

@@ -74,9 +74,9 @@ def export(store: Store, name: str, target: Path) -> int:
 
 
 def add(source: Path, store: Store, name: str) -> int:
-    """Import the session in the file ``source`` under a new name; return how many of its blocks the file lacks. Nothing
-    is left of a file whose bytes are not those that were exported. Raises SessionError, and UsageError if there is such
-    a session."""
+    """Import the session in the file ``source`` under a new name; return how many of its blocks the file lacks. A file
+    that has changed since its export leaves nothing in the store. Raises SessionError, and UsageError if a session of
+    this name exists."""
     store.path(name)
     with _explaining(source), _opened(source) as file:
         about, saves = _header(file)

@@ -95,7 +95,7 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
 
 
 def fitting(cache: KeepCache, blocks: Sequence[Block]) -> list[Block]:
-    """Return the first ``blocks`` that have the entries of one row of ``cache``."""
+    """Return the first ``blocks`` that hold the entries of one row of ``cache``."""
     expected = entry_forms(cache)
 
     def fits(block: Block) -> bool:

@@ -118,7 +118,7 @@ def parse(content: Content | bytearray, name: str) -> dict[str, Tensor]:
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         if ran_out_of_memory(error):
             raise
-        raise BlockDamaged("has another description than kvkeep writes") from error
+        raise BlockDamaged("has an invalid description") from error
 
 
 def described(file: BinaryIO) -> tuple[str, int]:
@@ -128,7 +128,7 @@ def described(file: BinaryIO) -> tuple[str, int]:
     try:
         return str(about["name"]), start + int(about["bytes"])
     except (LookupError, ValueError, TypeError, OverflowError) as error:
-        raise BlockDamaged("has another description than kvkeep writes") from error
+        raise BlockDamaged("has an invalid description") from error
 
 
 def _description(header: bytes, read: Callable[[int], bytes]) -> tuple[Any, int]:
@@ -140,14 +140,14 @@ def _description(header: bytes, read: Callable[[int], bytes]) -> tuple[Any, int]
     if magic != MAGIC and _OTHER_VERSION.fullmatch(magic):
         raise BlockVersion(f"Another version of kvkeep has written it ({magic.decode()}).")
     if magic != MAGIC or length > MAX_DESCRIPTION:
-        raise BlockDamaged("has another header than kvkeep writes")
+        raise BlockDamaged("has an invalid header")
     description = read(length)
     if len(description) != length or zlib.crc32(description) != digest:
-        raise BlockDamaged("has another header than kvkeep writes")
+        raise BlockDamaged("has an invalid header")
     try:
         return json.loads(description), _up(HEADER.size + length)
     except (ValueError, RecursionError) as error:
-        raise BlockDamaged("has another description than kvkeep writes") from error
+        raise BlockDamaged("has an invalid description") from error
 
 
 def _described(content: Content, about: Any, name: str, start: int) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def _described(content: Content, about: Any, name: str, start: int) -> dict[str,
     if len(content) != start + about["bytes"]:
         raise BlockDamaged("is truncated")
     if checksum(content[start:]) != about["checksum"]:
-        raise BlockDamaged("has other bytes than were written")
+        raise BlockDamaged("differs from what was written")
     tensors = {}
     for key, (dtype, shape, place) in about["tensors"].items():
         count = math.prod(shape)

@@ -129,7 +129,7 @@ class SessionFiles:
                 with suppress(OSError):
                     os.utime(self.path / LOCK)
                 return
-        raise OSError(errno.EAGAIN, "it changes all the time")
+        raise OSError(errno.EAGAIN, "it keeps changing")
 
     def has_lock(self) -> bool:
         """Return whether this program's lock is that of the folder that is there."""
@@ -304,7 +304,7 @@ def encode(about: dict[str, Any]) -> bytes:
 
 
 def decode(content: bytes) -> tuple[dict[str, Any], str]:
-    """Return the data and the mark of a reference's file. Raises ValueError for other bytes than were written."""
+    """Return the data and the mark of a reference's file. Raises ValueError if its checksum is wrong."""
     data, _, check = content.rpartition(b"\n")
     if (mark := _digest(data)).encode() != check:
         raise ValueError("another checksum")
@@ -322,14 +322,14 @@ def checked(about: Any) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         value = about[name]
         if not isinstance(value, kind) or (isinstance(value, str) and not value.isprintable()):
-            raise damaged(f"it has a '{name}' of another kind")
+            raise damaged(f"its '{name}' has another type")
     if not all(isinstance(key, str) and _BLOCK.fullmatch(key) for key in [*about["blocks"], about["state"]]):
-        raise damaged("it has other names of blocks")
+        raise damaged("its names of blocks are invalid")
     length, rows, ids = about["past"].get("length"), about["past"].get("rows"), about["ids"]
     if not all(isinstance(row, list) and all(type(one) is int for one in row) for row in ids):
-        raise damaged("it has other token ids")
+        raise damaged("its token ids are invalid")
     if type(length) is not int or any(len(row) != length for row in ids) or (length and len(ids) != rows):
-        raise damaged("it has the ids of other tokens")
+        raise damaged("its token ids do not match its length")
     return about
 
 
@@ -346,7 +346,7 @@ def check_version(about: dict[str, Any]) -> None:
 
 
 def damaged(reason: str) -> SessionDamaged:
-    """Return the error for a session whose checksum holds and whose content is none of kvkeep's."""
+    """Return the error for a session whose checksum is right, but whose content kvkeep did not write."""
     return SessionDamaged(f"it is not as kvkeep writes it ({reason}); start a new one.")
 
 
@@ -356,7 +356,7 @@ def newest(files: SessionFiles) -> tuple[int, bytes]:
         number = max(files.generations(), default=0)
         with suppress(FileNotFoundError):
             return number, files.read(number) if number else b""
-    raise OSError(errno.EAGAIN, "it changes all the time")
+    raise OSError(errno.EAGAIN, "it keeps changing")
 
 
 def is_own(path: Path) -> bool:

@@ -371,16 +371,15 @@ def save_session(where: Where, session: Session, *, forget: bool = False) -> Non
 
 
 @naming_memory("restoring a session")
-def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
+def load_session(where: Where, model: Any, tokenizer: str | None = None) -> Session:
     """Return the saved session, ready to continue with ``model``. tokenizer: the required fingerprint of the ids'
-    tokenizer; None: any. cache: an empty cache of the right kind to fill; None: a new one is made. What blocks do not
-    have, because they are missing or damaged, is read by the model.
+    tokenizer; None: any. What blocks do not have, because they are missing or damaged, is read by the model.
 
     Raises SessionError if there is no session, if its reference is damaged (SessionDamaged), or if it was saved with
     another model or tokenizer.
     """
     with nullcontext(where) if isinstance(where, StoredSession) else StoredSession.at(where) as stored:
-        session = stored.load(model, tokenizer, cache)
+        session = stored.load(model, tokenizer)
         assert stored.about is not None
         all_ids = stored.about["ids"]
         count = session.cache.get_seq_length()

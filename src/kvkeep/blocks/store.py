@@ -265,7 +265,7 @@ class Store:
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and gone:
                 raise SessionUnwritable(
-                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it has files of others."
+                    f"The session '{name}' is removed, but its folder '{files.path}' stays: it contains other files."
                 ) from error
             raise SessionUnwritable(f"The session '{name}' cannot be removed: {reason_of(error)}.") from error
 
@@ -326,7 +326,7 @@ class Store:
         files = self.files(name)
         self.check()
         if not files.exists():
-            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache list' shows them.")
+            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep cache' lists the sessions.")
         return files
 
     def _names(self, owner: str | None = None) -> Iterator[str]:

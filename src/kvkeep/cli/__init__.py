@@ -25,9 +25,9 @@ COMMANDS = {
     ),
     "cache": (
         "kvkeep.cli.cache:app",
-        "Show what is kept on disk: sessions and their blocks; delete, check, export and import them.",
+        "List the saved sessions and their blocks; delete, check, export and import them.",
     ),
-    "plan": ("kvkeep.cli.plan:plan", "Show the bytes of every cache for a text, and which fit in a memory."),
+    "plan": ("kvkeep.cli.plan:plan", "Show how many bytes every cache takes for a text, and which ones fit in memory."),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and which of them are on this machine."),
     "demo": ("kvkeep.cli.demo:demo", "Compare five caches on a question about a long text."),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.blocks.store import SessionInfo, Store
 
 app = typer.Typer(
-    help="Show what is kept on disk: sessions and their blocks; delete, check, export and import them.",
+    help="List the saved sessions and their blocks; delete, check, export and import them.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -63,9 +63,9 @@ class StorePlace:
 
 @app.callback(invoke_without_command=True)
 def cache(context: typer.Context) -> None:
-    """Show what is kept on disk: sessions and their blocks; delete, check, export and import them.
+    """List the saved sessions and their blocks; delete, check, export and import them.
 
-    Without a command, it lists the sessions.
+    Without a command, it only lists them.
     """
     if context.invoked_subcommand is None:
         _list(StorePlace().store())
@@ -134,7 +134,7 @@ def delete(
     place: StorePlace,
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names of sessions, or owner/name.")] = None,
     unused: Annotated[
-        bool, typer.Option("--unused", help="Delete the blocks of no session, such as a server's of unnamed chats.")
+        bool, typer.Option("--unused", help="Delete blocks that belong to no session, such as those of unnamed chats.")
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -168,7 +168,7 @@ def check(place: StorePlace, json: options.Json = False) -> None:
         for name, missing in found.incomplete.items():
             note(f"The session '{name}' lacks {_number(missing, 'block')}, whose text will be read again.")
         sound = f"{_number(found.blocks, 'block')}, {size(found.bytes)}, and {_number(found.sessions, 'session')}"
-        note(f"{sound} are as they were written.")
+        note(f"{sound} are undamaged.")
     if found.damaged:
         raise typer.Exit(1)
 

@@ -35,7 +35,7 @@ MAX_TEXT_TOKENS = 3200
 """Default maximum of the text's tokens. Longer texts are cut, so that the demo ends within two minutes."""
 ANSWER_TOKENS = 32
 LARGER = "qwen2.5-coder-1.5b"
-"""The model to try if the full cache's answer is wrong, too."""
+"""The model to try if even the full cache's answer is wrong."""
 NEXT: tuple[tuple[str, str], ...] = (
     ("your own text", "kvkeep demo --doc FILE --question TEXT"),
     ("a bounded chat", "kvkeep chat --budget 512"),
@@ -119,12 +119,12 @@ def demo(
     full, exact = answers[FULL], answers[EXACT]
     _print_foot(full, exact, expect)
     if not right[FULL] and model != LARGER:
-        note(f"Even with every entry, {model} does not answer right; try a larger model: --model {LARGER}.")
+        note(f"Even with every entry, {model} gives a wrong answer; try a larger model: --model {LARGER}.")
     if full.tokens != exact.tokens:
         cause = "With the native library this is a bug: please report text, question and 'kvkeep prove --receipt'."
         if library() is None:
             cause = "Without the native library, rounding can decide between two equally likely tokens."
-        note(f"{EXACT} generated other tokens than {FULL}. {cause}")
+        note(f"{EXACT} and {FULL} generated different tokens. {cause}")
         raise typer.Exit(1)
 
 

@@ -60,7 +60,7 @@ def generate(
     text = read_text(file) if file else None
     messages = ask(text, prompt)
     if excerpts is not None and not (text and prompt and prompt.strip()):
-        raise UsageError("--excerpts chooses by the prompt what to read of a file; give a prompt and --file.")
+        raise UsageError("--excerpts selects passages of a file that match the prompt; give a prompt and --file.")
     with loading(model.model), startup():
         from kvkeep.decode.generate import generate as run
         from kvkeep.decode.generate import room_after
@@ -106,10 +106,10 @@ def generate(
 
 def _remedy(text: str | None, prompt: str | None, excerpts: int | None) -> str:
     """Return what to do about a prompt that is longer than the model's positions."""
-    endless = "continue beyond them with the method endless (-x endless -b 1024)"
+    endless = "continue past them with the method endless (-x endless -b 1024)"
     if not text or not (prompt or "").strip():
         return endless
-    fewer = "fewer --excerpts" if excerpts else "only the passages that have the words of the prompt (--excerpts 2048)"
+    fewer = "fewer --excerpts" if excerpts else "only the passages that match the prompt (--excerpts 2048)"
     return f"read {fewer}, {endless}"
 
 

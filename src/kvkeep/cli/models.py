@@ -24,7 +24,7 @@ def models(
     explain: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Print what was read of a GGUF file or an embedded model, and what it became."
+            metavar="FILE", help="Print the contents of a GGUF file or an embedded model, and how kvkeep uses them."
         ),
     ] = None,
     pre: options.Pre = None,
@@ -55,7 +55,7 @@ def models(
         table.add_row(model.name, _here(model), model.licence, model.description)
     out.print(table)
     note("'kvkeep models --fetch MODEL' downloads one; other commands do so when they first need it.")
-    note("'kvkeep models --explain FILE' prints what was read of a GGUF file.")
+    note("'kvkeep models --explain FILE' prints the contents of a GGUF file, and how kvkeep uses them.")
     note("Other models: a GGUF file, a folder with config.json, or a hub id (owner/name).")
 
 

@@ -87,7 +87,7 @@ Checkpoint = Annotated[
         "--checkpoint",
         "-c",
         metavar="KIND",
-        help="What is stored of evicted entries: kv, residual, residual:STRIDE, tokens.",
+        help="Kind of checkpoint for evicted entries: kv, residual, residual:STRIDE, tokens.",
         show_default="the smaller of kv and residual",
         rich_help_panel=CACHE,
     ),

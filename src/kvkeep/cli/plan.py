@@ -60,7 +60,7 @@ def plan(
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
-    """Show how many bytes every method takes for a text, and which caches fit in a memory."""
+    """Show how many bytes every method takes for a text, and which caches fit in memory."""
     Budget.parse(budget)
     given = split_list(method, "--method") if method else []
     for name in given:

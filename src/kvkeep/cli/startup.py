@@ -79,7 +79,7 @@ def fetch_model(name: str) -> None:
         with _bar(model.size) as advance:
             fetch(model, note, advance)
     except KeyboardInterrupt:
-        note("Interrupted. What has arrived is kept; the same command fetches the rest.")
+        note("Interrupted. The part that has arrived is kept; the same command fetches the rest.")
         raise
 
 

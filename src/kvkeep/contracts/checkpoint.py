@@ -58,7 +58,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
-        """Yield exact keys and values of the first ``stop`` entries, in order. lazy: one piece may have all entries,
+        """Yield exact keys and values of the first ``stop`` entries, in order. lazy: one piece may hold all entries,
         without a copy."""
 
     def spans(self, layer: int, stop: int) -> Sequence[Span] | None:

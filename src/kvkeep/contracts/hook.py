@@ -39,4 +39,4 @@ class ReadingHook(ABC):
 
     @abstractmethod
     def chosen(self, source: Any, target: Any) -> None:
-        """Called when the layer ``target`` has taken the entries that stay. ``source`` still has all of them."""
+        """Called when the layer ``target`` has taken the entries that stay. ``source`` still holds all of them."""

@@ -78,7 +78,7 @@ class Recall(ABC):
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     endless: ClassVar[bool] = False
-    """A text may be longer than the model's positions: what is recalled is placed within them."""
+    """A text may exceed the maximum context length: recalled entries get positions within it."""
     files: ClassVar[Sequence[str]] = ()
     """Parameters that may name files of this machine; a server refuses them in requests."""
 

@@ -135,7 +135,7 @@ class Selector(ABC):
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
         """Return the number of entries of each full layer's lanes, for ``rows`` rows: ``entries`` on average over the
         lanes of a row. received: for each layer (lanes, slots) float32, the scores of the entries in the
-        reconstruction (:attr:`ReconstructionPieces.score`); -inf for padding. A selector that :attr:`divides` gets the
+        reconstruction (:class:`ReconstructionPieces`); -inf for padding. A selector that :attr:`divides` gets the
         ranks of one layer's resident and new entries instead, -inf for empty columns."""
         return [[entries]] * len(received)
 

@@ -18,7 +18,7 @@ _NOTHING = StoreShare()
 
 
 class EvictedStore(Part):
-    """The evicted entries of one layer. A store gets data of the layer only through the arguments of its methods."""
+    """The evicted entries of one layer. The arguments of its methods have what the layer knows at that moment."""
 
     keeps: ClassVar[bool] = True
     """The store takes evicted entries; otherwise the layer does not gather them."""

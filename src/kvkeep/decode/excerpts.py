@@ -1,4 +1,4 @@
-"""Excerpts: the chunks of a long text that have the words of a question, found by BM25 (Robertson and Zaragoza, "The
+"""Excerpts: the chunks of a long text that match a question, found by BM25 (Robertson and Zaragoza, "The
 Probabilistic Relevance Framework", 2009). A model reads them in place of the text."""
 
 from __future__ import annotations

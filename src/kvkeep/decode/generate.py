@@ -38,7 +38,7 @@ SEEDS = range(-(2**63), 2**64)
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
 """The modes of transformers that generate one text token by token. Drafts do not change it."""
 
-REMEDY = "continue beyond them with KeepCache(model, 'endless', 1024)"
+REMEDY = "continue past them with KeepCache(model, 'endless', 1024)"
 """What a caller in Python can do about a prompt that is too long."""
 
 
@@ -173,7 +173,7 @@ def generate(
     _check(prompt, temperature, seed, max_new_tokens)
     vocabulary = ModelGeometry.from_config(model.config).vocab_size
     if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
-        raise UsageError(f"The prompt has the token id {wrong[0]}, and the model's are 0 to {vocabulary - 1}.")
+        raise UsageError(f"The prompt contains the token id {wrong[0]}, but the model's ids are 0 to {vocabulary - 1}.")
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

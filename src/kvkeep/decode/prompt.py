@@ -128,8 +128,8 @@ def fill(tokenizer: Any, messages: Messages) -> str:
             raise out_of_memory("a chat template", error) from error
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         system = any(message["role"] == "system" for message in messages)
-        remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"
-        raise UsageError(f"The model's chat template does not take this conversation ({first}); {remedy}.") from error
+        remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or use another model"
+        raise UsageError(f"The model's chat template rejects this conversation ({first}); {remedy}.") from error
     if form.dropped:
         roles = " and ".join(f"'{one}'" for one in form.dropped)
         raise UsageError(

@@ -16,14 +16,14 @@ GRAM = 3
 
 
 class Acceptance:
-    """How runs of drafts end: by a wrong draft, or by one that is not sure. Recent rounds weigh most. ``right``,
+    """How runs of drafts end: at a wrong draft, or at one with a small margin. Recent rounds weigh most. ``right``,
     ``wrong``: initial counts."""
 
     def __init__(self, right: float, wrong: float) -> None:
         self.right, self.wrong, self.unsure = right, wrong, 0.0
 
     def note(self, accepted: int, drafted: int, unsure: bool = False) -> None:
-        """Record that the first ``accepted`` of ``drafted`` tokens were accepted. unsure: a draft that was not sure
+        """Record that the first ``accepted`` of ``drafted`` tokens were accepted. unsure: a draft with a small margin
         ended the run; it is not among them."""
         self.right = FORGET * self.right + accepted
         self.wrong = FORGET * self.wrong + (accepted < drafted)
@@ -31,7 +31,7 @@ class Acceptance:
 
     def tokens(self, longest: int) -> float:
         """Return the expected number of tokens of a round of at most ``longest`` drafts: the sum of a^i for
-        i = 0..``longest``, where a is the share of drafts that were sure and right."""
+        i = 0..``longest``, where a is the share of drafts that had no small margin and were accepted."""
         return _sum(self.right / self._drafts, longest + 1)
 
     def drafted(self, longest: int) -> float:

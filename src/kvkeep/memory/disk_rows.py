@@ -42,7 +42,7 @@ class Digests:
         self._known = {start: self._known[start][:, :count] for start, count in kept.items() if count}
 
     def differ(self, pages: Sequence[Tensor], starts: Sequence[int], rows: Sequence[int] | None = None) -> bool:
-        """Return whether blocks have other bytes than they had: those of all pages, or of the pages with ``rows``."""
+        """Return whether the bytes of blocks have changed: those of all pages, or of the pages with ``rows``."""
         for start, page in zip(starts, pages, strict=True):
             known = self._known.get(start)
             if known is None or (rows is not None and not any(start <= row < start + page.shape[1] for row in rows)):
@@ -75,7 +75,7 @@ class DiskRows(Protocol):
     """Rows that may lie on disk."""
 
     def damaged(self, compare: bool) -> bool:
-        """Return whether rows could not be read; with ``compare``, or have other bytes than were written."""
+        """Return whether rows could not be read; with ``compare``, or differ from what was written."""
 
 
 class DiskChecks:
@@ -87,7 +87,7 @@ class DiskChecks:
         self._lost = False
 
     def check(self, compare: bool = False) -> None:
-        """Raise EntriesLost if rows could not be read; with ``compare``, or have other bytes than were written. Once
+        """Raise EntriesLost if rows could not be read; with ``compare``, or differ from what was written. Once
         raised, it is raised by every later call."""
         files = library.lost_files()
         if (compare or files != self._seen) and not self._lost:

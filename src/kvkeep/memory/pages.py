@@ -173,7 +173,7 @@ class PagedRows(Rows):
 class RecentPages(PagedRows):
     """Pages that together never have more than ``capacity`` rows. Before a page is allocated, the oldest pages are
     freed, and their rows are lost. Only the first ``smallest`` rows stay, as :attr:`beginning`; they are within the
-    capacity, too. Rows are lost in units of one size, so what is lost depends on the number of rows only, and not on
+    capacity, too. Rows are lost in units of one size, so which rows are lost depends only on their number, not on
     how they were appended. The rows of one :meth:`append`, and three times ``smallest``, have to fit."""
 
     def __init__(self, capacity: int, home: Place, smallest: int = BLOCK, largest: int = MAX_PAGE_ROWS) -> None:

@@ -10,7 +10,7 @@ axis the first. Rows are numbered by *slot*: their place in the sequence, paddin
   :class:`~kvkeep.memory.pages.RecentPages` the oldest are freed.
 * :class:`~kvkeep.memory.shared_rows.SharedRows`: all rows, whose first blocks several owners share.
 
-Nobody asks which of them a store is. One test compares all of them with a plain tensor.
+One test compares all of them with a plain tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BLOCK = 256
 
 
 class Rows(ABC):
-    """A store of rows; it holds the slots ``first <= slot < length``. A store that cannot do what is asked of some
-    stores only says so by the defaults of this class."""
+    """A store of rows; it holds the slots ``first <= slot < length``. The defaults of this class are those of a
+    store without the optional capabilities."""
 
     first = 0
     length = 0
@@ -89,10 +89,10 @@ class Rows(ABC):
         """Replace the batch by the rows of ``index`` (repeats and reorders allowed)."""
 
     def compare(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Raise EntriesLost if the pages on disk that have ``rows`` are not as they were written."""
+        """Raise EntriesLost if the pages on disk that hold ``rows`` differ from what was written."""
 
     def damaged(self, compare: bool) -> bool:
-        """Return whether rows on disk could not be read; with ``compare``, or have other bytes than were written."""
+        """Return whether rows on disk could not be read; with ``compare``, or differ from what was written."""
         return False
 
     @property

@@ -53,7 +53,7 @@ class _Take:
 
 
 class Adapter:
-    """Runs parts of one model: ``embed``, ``project``, ``advance``. It has no state of a sequence."""
+    """Runs parts of one model: ``embed``, ``project``, ``advance``. It holds no state of a sequence."""
 
     def __init__(self, model: Any) -> None:
         self.decoder = decoder_of(model)
@@ -305,7 +305,7 @@ def layers_of(decoder: Any) -> nn.ModuleList:
 
 
 def processes(model: Any) -> int:
-    """Return the number of processes that share each layer's heads; 1: this process has all of them."""
+    """Return the number of processes that share each layer's heads; 1: this process computes all of them."""
     return getattr(model, "tp_size", None) or 1
 
 

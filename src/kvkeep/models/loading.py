@@ -144,7 +144,6 @@ def describe(
     *,
     weights: str = "auto",
     device: str = "cpu",
-    revision: str | None = None,
     pre: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelDescription:
@@ -156,7 +155,7 @@ def describe(
         if path.is_file() and path.suffix == ".json":
             source = Source(text, str(path))
         else:
-            source = _source(text, revision, progress or (lambda line: None), pre)
+            source = _source(text, None, progress or (lambda line: None), pre)
         with _explaining(source):
             config = _read_config(source)
             made = chosen_format(requested, torch.device(device), source.gguf is not None, _stated(config))

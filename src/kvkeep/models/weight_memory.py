@@ -45,9 +45,7 @@ def chosen_format(weights: str, device: torch.device, gguf: bool, stated: torch.
     cpu = device.type == "cpu"
     if weights in BITS:
         if not cpu:
-            raise UsageError(
-                f"Weights in {weights} run on the cpu only, not on {device}; ask for bfloat16 or auto there."
-            )
+            raise UsageError(f"Weights in {weights} run on the cpu only, not on {device}; use bfloat16 or auto there.")
         return Format(torch.bfloat16, True, BITS[weights])
     if weights == "auto":
         if not cpu:

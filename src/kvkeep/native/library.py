@@ -1,6 +1,7 @@
 """The native library as Python calls it: how it is found, which path it takes, and what its errors become.
 
-Only this module and structures.py call it through ctypes. It lies beside this file, made when the package is built. If
+Its kernels are called by the modules that have something to compute, its other functions here and in structures.py. It
+lies beside this file, made when the package is built. If
 it is missing or cannot be loaded, callers use plain torch operations, and one sentence says so. The environment
 variable ``KVKEEP_CPU`` names the path to use (``plain``, ``avx2``, ...), or ``torch`` for no library at all.
 """
@@ -90,7 +91,7 @@ def _absent() -> str:
 
 @functools.cache
 def _loaded() -> ctypes.CDLL | None:
-    """Load the library and check that it has the interface of kvkeep.h; None where it cannot be used, which a warning
+    """Load the library and check that it was compiled with this kvkeep.h; None if it cannot be used, which a warning
     says."""
     try:
         _check_digest()
@@ -134,7 +135,8 @@ def _taking_tensors(function: Any, types: list[Any]) -> Callable[..., Any]:
 
 
 def _check_status(status: int, function: Any, arguments: Any) -> int:
-    """Raise OutOfMemory or BadCall where a kernel did not begin: it has then written nothing."""
+    """Raise OutOfMemory or BadCall where a kernel did not begin, and has written nothing; KvkeepError where it did not
+    end."""
     if status == NO_MEMORY:
         raise OutOfMemory("There was no memory for the native library to work in; use a smaller budget, text or model.")
     if status == BAD_CALL:

@@ -22,7 +22,7 @@ def limit_threads() -> None:
 
     wanted = torch.get_num_threads()
     if (count := 1 + _startable(wanted - 1)) < wanted:
-        log.warning("Of %d threads only %d can be started (ulimit -u, -v): kvkeep goes on with these.", wanted, count)
+        log.warning("Of %d threads only %d can be started (ulimit -u, -v): kvkeep continues with these.", wanted, count)
     torch.set_num_threads(count)  # also of OpenMP, for a thread that has not used torch yet
     begin_thread()
     with suppress(RuntimeError, MemoryError):

@@ -25,8 +25,7 @@ class TextRecord:
         self.blocks: list[str] = []
         """Names of the blocks that have been stored (:mod:`kvkeep.blocks`)."""
         self.block_ends: dict[int, dict[str, Tensor]] = {}
-        """What windows and recurrent states held at the ends of blocks (:mod:`kvkeep.blocks`), by the number of
-        tokens."""
+        """The windows and recurrent states at the ends of blocks (:mod:`kvkeep.blocks`), by the number of tokens."""
         self.on_progress: Listener | None = None
         """Called after every pass."""
         self.on_block: Listener | None = None
@@ -88,7 +87,7 @@ class TextRecord:
         return undone
 
     def forget_from(self, length: int) -> None:
-        """Forget what is known of the tokens from ``length`` on."""
+        """Forget the tokens from ``length`` on."""
         self.block_ends = {count: state for count, state in self.block_ends.items() if count <= length}
         del self.blocks[length // BLOCK :]
         if self.text is not None and length < self.text[0]:

@@ -1,4 +1,4 @@
-"""The request of ``endless`` that continues a text of another exact method beyond the model's positions."""
+"""The request of ``endless`` that continues a text of another exact method past the maximum context length."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def endless_options(cache: Mapping[str, Any], geometry: ModelGeometry) -> dict[s
 
 
 def check_keeps(request: Request | None) -> None:
-    """Raise UsageError unless a cache with ``request`` (None: transformers' cache) has all entries of its text."""
+    """Raise UsageError unless a cache with ``request`` (None: transformers' cache) keeps all entries of its text."""
     if request is None or request.method.recall.endless:
         return
     method = request.method

@@ -1,5 +1,5 @@
-"""A method is a selector (what is evicted) × a fate (how it is stored) × a recall (how it comes back). The registry has
-these parts, and presets of them, by name.
+"""A method is a selector (which entries are evicted) × a fate (how they are stored) × a recall (how attention reads
+them). The registry holds these parts, and presets of them, by name.
 
 :func:`register` adds to it. An installed package adds a selector, a fate, a recall or a preset by an entry point of the
 group :data:`~kvkeep.plugins.PARTS`; the entry point's name is the part's name
@@ -161,7 +161,7 @@ class Method:
 
     @property
     def store_fate(self) -> Fate:
-        """The fate of evicted entries; they are dropped where a checkpoint has all of them."""
+        """The fate of evicted entries; they are dropped if a checkpoint holds all of them."""
         return Drop() if self.recall.backed and self.fate.checkpoints else self.fate
 
     @property
@@ -288,8 +288,8 @@ PRESETS: dict[str, Preset] = {
     "endless": Preset(
         OldestFirst(),
         Checkpointed,
-        "Exact up to the model's positions; beyond them the newest entries, and the passages of older ones that have "
-        "the words of the question.",
+        "Exact up to the maximum context length; past it, the newest entries, and the older passages that match the "
+        "question.",
         MatchingPassages.source,
         {"kind": "kv"},
         recall=MatchingPassages(),

@@ -109,7 +109,7 @@ class OpenSession:
     @property
     def working(self) -> bool:
         """Whether its work in the store is not done."""
-        return self.work is not None and not self.work.done()
+        return is_under_way(self.work)
 
     @property
     def has_turns(self) -> bool:
@@ -344,7 +344,7 @@ class Job:
                 past.cache.reset()
                 self.session.emptied = True
         except Exception as error:  # the session then reads its text again
-            log.warning("A step could not be undone (%s); its session is empty.", type(error).__name__)
+            log.warning("A step could not be undone (%s); its session is empty.", place_of(error))
             past.cache.reset()
         past.settle([*self.ask.prompt, *answer.tokens])
         return answer
@@ -359,7 +359,7 @@ class Job:
             return self.failure(error)
 
     def failure(self, error: Exception) -> KvkeepError:
-        """Return the error that the client gets for ``error``. Of an unexpected one it has the type only, never the
+        """Return the error that the client gets for ``error``. An unexpected error gives only its type, never its
         message, which may quote a prompt or a path; the log has its place."""
         if ran_out_of_memory(error):
             tokens = len(self.ask.prompt)
@@ -387,7 +387,7 @@ class Job:
         except Exception as error:
             self._listener_failed = True
             self.cancel()
-            log.warning("A listener failed (%s); its answer is cancelled.", type(error).__name__)
+            log.warning("A listener failed (%s); its answer is cancelled.", place_of(error))
 
     def end(self, last: Event) -> None:
         """Report the last event, and release session and cache."""

@@ -28,6 +28,7 @@ from kvkeep.errors import (
     SessionError,
     SessionUnwritable,
     SessionVersion,
+    place_of,
     ran_out_of_memory,
 )
 from kvkeep.models import fingerprint
@@ -149,7 +150,7 @@ class SessionStorage:
             known = self._without_path(session.name, error) if isinstance(error, KvkeepError) else type(error).__name__
             known = "there was not enough memory." if ran_out_of_memory(error) else known
             session.unsaved = f"The last turn is not saved: {known}"
-            log.warning("The last turn is not saved: %s", error)
+            log.warning("The last turn is not saved: %s", error if isinstance(error, KvkeepError) else place_of(error))
         else:
             session.unsaved = None
             self.saved += 1
@@ -166,7 +167,7 @@ class SessionStorage:
             log.warning("A session cannot be closed: %s", error)
 
     def naming_session(self, name: Name, work: Callable[[], T]) -> T:
-        """Return the result of ``work``; its SessionError has the session's name instead of a path."""
+        """Return the result of ``work``; its SessionError names the session instead of a path."""
         try:
             return work()
         except SessionError as error:

@@ -33,7 +33,7 @@ class InOrder(EvictedStore):
 
     @property
     def rows(self) -> tuple[Rows, Rows] | None:
-        """Where keys and values are kept; None where the checkpoint has them in another form."""
+        """The rows of keys and values; None if the checkpoint stores them in another form."""
         return self.checkpoint.rows(self.layer)
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor], least: int) -> int:

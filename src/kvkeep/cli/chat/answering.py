@@ -53,15 +53,15 @@ def save(chat: Chat) -> None:
 
 
 def _make_space(chat: Chat, tokens: int, question: str | None) -> None:
-    """See to it that an answer to a prompt of ``tokens`` fits into the context. Raises UsageError if it does not, and
-    ``chat.at_end`` cannot change that."""
+    """Make sure that an answer to a prompt of ``tokens`` fits into the context. Raises UsageError if it does not, and
+    ``chat.at_end`` cannot make space."""
     all_of_it = chat.max_tokens if chat.at_end == ENDLESS else None  # no answer is cut off where texts can continue
     if not context_limit.fits(chat, tokens, all_of_it):
         context_limit.make_space(chat, tokens, question)
 
 
 def _answer(chat: Chat, prompt: Sequence[int], generate: Callable[..., Generation]) -> bool:
-    """Show the answer of ``generate`` to ``prompt``, and the progress of reading what the cache does not have. Save the
+    """Show the answer of ``generate`` to ``prompt``, and the progress of reading tokens that the cache lacks. Save the
     answer, and show the state of the cache. Ctrl-C ends the answer; return False if that happens while the model reads:
     nothing is changed then."""
     screen, known = chat.screen, common_prefix(chat.talk.ids, prompt[:-1])

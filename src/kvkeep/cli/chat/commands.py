@@ -185,7 +185,7 @@ def _save(chat: Chat, rest: str) -> None:
     if rest and rest != saver.name:
         earlier = saver.name
         saver.save_as(chat.talk, rest)
-        others = "" if earlier is None else f" '{earlier}' stays as it was."
+        others = "" if earlier is None else f" '{earlier}' does not change."
         chat.screen.note(f"Saved {saver.place}, and again after every answer.{others}")
         return
     if saver.session is None:

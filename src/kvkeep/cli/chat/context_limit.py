@@ -90,7 +90,8 @@ def _drop(chat: Chat, question: str | None) -> None:
     talk, half = chat.talk, (chat.talk.positions or 0) // 2
     turns, tokens = talk.excess(question, half) if talk.turns or question is not None else (0, 0)
     if not fits(chat, tokens):
-        raise UsageError(f"{_shortage(chat, tokens, question)} Even without the earlier turns; give a shorter text.")
+        remedy = "Forgetting the earlier turns is not enough; give a shorter text."
+        raise UsageError(f"{_shortage(chat, tokens, question)} {remedy}")
     if not turns:
         raise UsageError("There is no earlier turn to forget.")
     talk.forget(turns)

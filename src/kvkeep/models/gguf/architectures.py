@@ -50,7 +50,7 @@ def grouped(heads: int, kv_heads: int) -> Change:
 
 AS_STORED = Change(lambda stored: stored[0], lambda rows: torch.arange(rows))
 LESS_ONE = Change(lambda stored: stored[0] - 1.0)
-"""Norms that multiply by one more than their weight; the file has the sum."""
+"""Norms that multiply by one more than their weight; the file stores the sum."""
 TRANSPOSED = Change(lambda stored: stored[0].T.contiguous())
 """transformers' Conv1D has inputs before outputs."""
 SHORT_CONVOLUTION = Change(lambda stored: stored[0][:, None])

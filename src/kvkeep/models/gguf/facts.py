@@ -68,7 +68,7 @@ class FileKeys:
         stored = kinds.get(value.dtype.kind) if isinstance(value, np.ndarray) else str
         found = self.get(key, list, default)
         if value is not None and found and stored is not kind and not (kind is float and stored is int):
-            raise self.damaged(f"its {key} is a list of others than {_NAMES[kind]}")
+            raise self.damaged(f"its {key} is a list whose items are not {_NAMES[kind]}")
         return found
 
     def several(self, key: str, count: int, kind: type[T], default: T | None = None) -> list[Any]:

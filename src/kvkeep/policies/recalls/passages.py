@@ -1,4 +1,4 @@
-"""``passages``: beyond the model's positions, the passages of the old text that have the words of the question."""
+"""``passages``: past the maximum context length, the passages of the old text that match the question."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (16, 32, 64, 128, 256)
 @dataclass(frozen=True)
 class MatchingPassages(Recall):
     """Up to ``exact`` tokens a step attends to all entries. Beyond them, it attends to the newest entries and to
-    ``count`` passages of older ones: the first passage, and those that have the words of the question."""
+    ``count`` passages of older ones: the first passage, and those that match the question."""
 
     count: int = 16
     """Passages of a step."""
@@ -33,7 +33,7 @@ class MatchingPassages(Recall):
     exact: int = 0
     """The number of tokens up to which all entries are attended; 0: the model's positions."""
 
-    label: ClassVar[str] = "the passages with the question's words"
+    label: ClassVar[str] = "the passages that match the question"
     source: ClassVar[str] = "passages as in InfLLM, arXiv:2402.04617; chosen by BM25"
     exactness: ClassVar[Exactness | None] = Exactness.REVERSIBLE
     backed: ClassVar[bool] = False

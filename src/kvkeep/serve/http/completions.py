@@ -272,8 +272,8 @@ def _token(data: bytes, logprob: float) -> dict[str, Any]:
 
 
 def usage(answer: Finished) -> dict[str, Any]:
-    """Return the numbers of tokens; cached tokens were not read again. A text that is no longer exact has the number of
-    its first tokens up to which it was, and one whose oldest entries are dropped has their number."""
+    """Return the numbers of tokens; cached tokens were not read again. For a text past
+    its exact part, include the length of this part; if the oldest entries were dropped, include their number."""
     prompt = answer.cached + answer.read
     limits = {"exact_tokens": answer.exact_tokens, "lost_tokens": answer.lost_tokens or None}
     return {

@@ -26,7 +26,7 @@ def keys_given(path: str | None = None) -> list[str]:
     lines = (re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip() for line in _read(Path(path)).splitlines())
     keys = [line for line in lines if line]
     if not keys:
-        raise UsageError(f"The file '{path}' has no keys; write one a line.")
+        raise UsageError(f"The file '{path}' contains no keys; write one per line.")
     _check(keys, f"'{path}'")
     return [*found, *keys]
 

@@ -52,13 +52,21 @@ def session_routes(engine: Engine, token_texts: Callable[[Sequence[int]], tuple[
     return routes
 
 
+async def _in_engine(engine: Engine, call: Callable[[], T]) -> T:
+    """Return the result of ``call``, run in the engine's thread. Raises APIError if the engine does not get to it."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(engine.call(call)), ENGINE_TIMEOUT_S)
+    except TimeoutError:
+        raise APIError(503, "The engine is busy; retry later.", "busy") from None
+
+
 def _add_sessions(routes: APIRouter, engine: Engine) -> None:
     pool, storage, listing = engine.sessions, engine.sessions.storage, asyncio.Lock()
 
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the facts of an owner's sessions by name; with ``name``, at least those of that session."""
         found = await asyncio.to_thread(_saved, storage.store, owner, name)
-        opened = await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name)))
+        opened = await _in_engine(engine, lambda: pool.facts(owner, name))
         return await asyncio.to_thread(_merged, found, opened)
 
     @routes.get("/sessions")
@@ -82,7 +90,7 @@ def _add_sessions(routes: APIRouter, engine: Engine) -> None:
         with suppress(UsageError):
             check_name(key)
             if name in await known(*key):
-                await asyncio.wrap_future(engine.call(lambda: pool.drop(key)))
+                await _in_engine(engine, lambda: pool.drop(key))
                 await asyncio.to_thread(_remove, storage, key)
                 return {"name": name, "object": "session", "deleted": True}
         raise _unknown(name)
@@ -94,13 +102,9 @@ def _add_caches(
     pool, looking = engine.sessions, asyncio.Lock()
 
     async def in_engine(call: Callable[[], T]) -> T:
-        """Return the result of ``call``, run in the engine's thread. Only one call runs at a time, so a polling client
-        delays answers by at most one call."""
+        """One call at a time, so that a polling client delays answers by at most one call."""
         async with looking:
-            try:
-                return await asyncio.wait_for(asyncio.wrap_future(engine.call(call)), ENGINE_TIMEOUT_S)
-            except TimeoutError:
-                raise APIError(503, "The engine is busy; retry later.", "busy") from None
+            return await _in_engine(engine, call)
 
     @routes.get("/memory")
     async def memory() -> Any:

@@ -65,7 +65,7 @@ class OrderedEntries:
     known: Tensor
     """(lanes, entries) bool: some query has seen the entry."""
     clues: Tensor | None = None
-    """(lanes, entries, any), further data of each entry; a merged entry has the sum of both."""
+    """(lanes, entries, any), further data of each entry; for a merged entry, the sum of both."""
 
     def at(self, index: Tensor) -> OrderedEntries:
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))

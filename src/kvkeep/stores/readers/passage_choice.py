@@ -1,4 +1,4 @@
-"""Which passages of the old text ``endless`` recalls: those with the words of the question.
+"""Which passages of the old text ``endless`` recalls: those that match the question.
 
 The words are token ids, and pairs of consecutive ones. BM25 (Robertson and Zaragoza, "The Probabilistic Relevance
 Framework", 2009) scores each passage by them: a word counts more the fewer passages have it. The ledger has the ids of

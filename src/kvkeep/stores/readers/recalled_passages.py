@@ -60,8 +60,8 @@ class RecalledPassages(ReadEvicted):
             return super().attend(layer, step)
         if layer.ledger.visible is not None or step.wide(layer.length) is not None:
             raise UsageError(
-                f"Beyond {self.exact} tokens passages are recalled, and a row with padding or a mask of yours over the "
-                "past has none of its own; read each text by itself, or shorten it."
+                f"Beyond {self.exact} tokens, attention reads recalled passages, which support neither padding nor "
+                "your own mask over the past; read each text by itself, or shorten it."
             )
         settled = layer.attends_settled(step)
         if settled:

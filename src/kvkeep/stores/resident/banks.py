@@ -1,4 +1,4 @@
-"""Banks: each has the lanes of one capacity, packed in one tensor.
+"""Banks: each holds the lanes of one capacity, packed in one tensor.
 
 A lane is one KV head of one row of the batch. Each lane keeps its choice of entries, so lanes hold different slots, in
 any order, and may have different budgets. Lanes with the same number of columns form one *bank*, a packed tensor

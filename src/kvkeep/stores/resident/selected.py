@@ -138,8 +138,8 @@ class Selected(WorkingSet):
         return [Span(self.banks.banks[0].keys, self.banks.banks[0].values, 0, used)] if used else None
 
     def plan(self) -> LayerStep | None:
-        """A step that evicts has no ranks yet, unless the selector's first scores follow from slots: a group of layers
-        is ranked at once."""
+        """Return the step without ranks if it evicts, because a group of layers is ranked at once. With a selector that
+        :attr:`~Selector.scores_by_slot`, the ranks are in it."""
         bank, selector = self.banks.banks[0], self.selector
         if selector.scores_by_slot:
             return self._plan_scored()
