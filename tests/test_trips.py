@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 DATA = ("contracts/", "memory/", "attention/inputs.py", "step/plan.py", "stores/checkpoints/spec.py", "geometry.py")
 """Types of data, what parts promise, and rows of tensors."""
-LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
+LIBRARY = ("native/", "step/checks.py", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
 """The library is called, whatever it does."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
 """The model computes, and is asked once what it can do."""

@@ -43,12 +43,12 @@ class OutOfMemory(KvkeepError, MemoryError):
 
 
 class BadCall(KvkeepError, ValueError):
-    """The native library refuses a call, and has written nothing: a plan, or a tensor, breaks ``rule``."""
+    """A step, or a call of the native library, is refused, and nothing was written: a tensor breaks ``rule``."""
 
     def __init__(self, rule: str) -> None:
         super().__init__(
-            f"The native library refuses a call, and has written nothing: {rule}. This is an error of kvkeep or of an "
-            "installed part; use another method, and report it."
+            f"A call is refused, and nothing was written: {rule}. This is an error of kvkeep or of an installed part; "
+            "use another method, and report it."
         )
         self.rule = rule
 

@@ -1,4 +1,4 @@
-"""A wrong plan is an error of one sentence, and the library writes nothing."""
+"""A wrong plan is an error of one sentence, and neither executor writes anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadCall
+from kvkeep.native import library
 from kvkeep.step import native
+from kvkeep.step import torch as plain
 from kvkeep.step.native import entries as native_entries
 from kvkeep.step.native import steps as native_steps
 from kvkeep.step.plan import Destination, FullPages, JoinedSpans, LayerStep, Span
@@ -85,7 +87,6 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("append.extra", appended(extra=bytes_of(lanes=1))),
     ("append.extra", appended(newest=None)),
     ("append.newest", appended(newest=bytes_of())),
-    ("ranks", changed(ranks=bytes_of(ROWS, LANES).T)),
     ("new_scores", changed(new_scores=numbers(1, dtype=torch.float32))),
     ("evict.row", evicted(row=3)),
     ("evict.row", evicted(row=-1)),
@@ -100,14 +101,43 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("attend", spanned(numbers(LANES, ROWS, 2), numbers(LANES, ROWS, DIM), 0, ROWS)),
     ("attend", spanned(ROW, JoinedSpans([Span(ROW, ROW, 0, 2)]), 0, 2)),
     ("seen", changed(seen=torch.ones(LANES, ROWS - 1, dtype=torch.bool))),
-    ("seen", changed(seen=torch.ones(ROWS, LANES, dtype=torch.bool).T)),
     ("seen", changed(seen=torch.ones(LANES, ROWS))),
     ("received", changed(received=bytes_of(dtype=torch.bfloat16))),
     ("first_lane", changed(first_lane=1)),
     ("first_lane", lambda step: step._replace(others=[step])),
+    ("append", appended(keys=numbers(1, ROWS, DIM).expand(LANES, ROWS, DIM))),
+    ("append", appended(values=numbers(LANES, 1, DIM).expand(LANES, ROWS, DIM))),
+    ("append.row", appended(row=2**64 + 3)),
+    ("append.slots", appended(slots=places()[None])),
+    (
+        "append.slots",
+        lambda step: step._replace(
+            append=step.append._replace(slots=places(columns=4), scores=None, extra=None, newest=None)
+        ),
+    ),
+    ("append.slots", lambda step: without(step, evict=None, append=step.append._replace(slots=None))),
+    ("append.scores", appended(scores=bytes_of(columns=ROWS + 4))),
+    ("slot", changed(slot=2**32 + 5)),
+    ("slot", changed(slot=-1)),
+    ("ranks", changed(ranks=bytes_of(columns=ROWS + 4))),
+    ("ranks", changed(ranks=bytes_of(columns=ROWS)[None])),
+    ("new_scores", changed(new_scores=bytes_of(columns=1))),
+    ("evict.row", evicted(row=2**64 + 1)),
+    ("evict", evicted(keys=numbers(LANES, 1, DIM).expand(LANES, 3, DIM))),
+    ("evict.slots", evicted(slots=places(columns=2))),
+    ("evict.slots", evicted(slots=None)),
+    ("attend", spanned(ROW, ROW, 0, 2**64 + 1)),
+    ("attend", spanned(ROW, ROW, 2**64, 2**64 + 1)),
+    ("seen", changed(seen=torch.ones(1, LANES, ROWS, dtype=torch.bool))),
+    ("reduce", changed(reduce="median")),
+    ("reduce", changed(reduce="")),
+    ("received", changed(received=None)),
+    ("received", changed(received=bytes_of(columns=ROWS + 4))),
+    ("first_lane", changed(first_lane=2**64)),
+    ("others", lambda step: step._replace(others=[step])),
     ("others", lambda step: step._replace(others=[])),
 ]
-"""A field, and what makes it wrong in a good step. The last is wrong for a token of more heads."""
+"""A field, and what makes it wrong in a good step. The ``others`` are wrong for a token of twice the heads."""
 
 
 def everything(step: LayerStep) -> list[Tensor]:
@@ -116,16 +146,19 @@ def everything(step: LayerStep) -> list[Tensor]:
     return [part.clone() for part in parts if isinstance(part, Tensor)]
 
 
+@pytest.mark.parametrize("executor", [native, plain], ids=["library", "torch"])
 @pytest.mark.parametrize(("field", "spoil"), WRONG, ids=[f"{n}-{field}" for n, (field, _) in enumerate(WRONG)])
-def test_a_wrong_plan_is_an_error_and_writes_nothing(field: str, spoil: Callable[[LayerStep], LayerStep]) -> None:
-    heads = LANES + (field == "others")
+def test_a_wrong_plan_is_an_error_and_writes_nothing(
+    field: str, spoil: Callable[[LayerStep], LayerStep], executor: Any
+) -> None:
+    heads = LANES * (1 + (field == "others"))
     query, entry = torch.ones(1, heads, 1, DIM).bfloat16(), torch.ones(1, heads, 1, DIM).bfloat16()
     if field != "others":
-        native.run([good()], [0], query, entry, entry, 1.0)
+        executor.run([good()], [0], query, entry, entry, 1.0)
     step = spoil(good())
     before = everything(step)
-    with pytest.raises((BadCall, ValueError, AttributeError)):
-        native.run([step], [0], query, entry, entry, 1.0)
+    with pytest.raises(BadCall):
+        executor.run([step], [0], query, entry, entry, 1.0)
     assert all(torch.equal(one, other) for one, other in zip(before, everything(step), strict=True))
 
 
@@ -154,6 +187,15 @@ def test_entries_of_another_type_width_or_number_of_lanes_are_not_written() -> N
     for entry in (torch.ones(LANES, DIM + 2).bfloat16(), torch.ones(LANES + 1, DIM).bfloat16(), torch.ones(LANES, DIM)):
         with pytest.raises(BadCall):
             native.insert(good(), entry, entry)
+
+
+@pytest.mark.parametrize(
+    "spoil", [changed(ranks=bytes_of(ROWS, LANES).T), changed(seen=torch.ones(ROWS, LANES, dtype=torch.bool).T)]
+)
+def test_the_library_is_given_no_numbers_that_lie_apart(spoil: Callable[[LayerStep], LayerStep]) -> None:
+    entry = torch.ones(1, LANES, 1, DIM).bfloat16()
+    with pytest.raises(BadCall):
+        native.run([spoil(good())], [0], entry, entry, entry, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +228,81 @@ def test_what_was_compiled_is_forgotten_with_the_tensors() -> None:
     del step
     gc.collect()
     assert len(native_steps._FORMS) == forms and len(native_entries._COMPILED) == known
+
+
+def given_other_memory(part: Tensor) -> None:
+    part.data = torch.ones(part.shape, dtype=part.dtype)
+
+
+def made_larger(part: Tensor) -> None:
+    shape = part.shape
+    part.resize_(part.numel() * 999).resize_(shape)
+
+
+def freed(part: Tensor) -> None:
+    part.untyped_storage().resize_(0)
+
+
+def cut_in_place(part: Tensor) -> None:
+    part.untyped_storage().resize_(0)
+    part.untyped_storage().resize_(4)
+
+
+MOVES: list[tuple[Callable[[Tensor], None], bool]] = [
+    (given_other_memory, True), (made_larger, True), (freed, False), (cut_in_place, False)
+]  # fmt: skip
+PARTS = ("append.keys", "append.values", "append.slots", "append.scores", "evict.keys", "evict.slots", "page", "seen",
+         "ranks", "received", "new_scores")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("move", "fits"), MOVES)
+def test_tensors_that_moved_after_they_were_compiled_are_not_read_there(
+    move: Callable[[Tensor], None], fits: bool, name: str
+) -> None:
+    entry, page = torch.ones(1, LANES, 1, DIM).bfloat16(), numbers(LANES, ROWS, DIM)
+    step, joined = good(), JoinedSpans([Span(page, numbers(LANES, ROWS, DIM), 0, ROWS)])
+    assert step.evict is not None
+    step = step._replace(attend=[Span(joined, joined.values, 0, ROWS)])
+    native.run([step], [0], entry, entry, entry, 1.0)
+    owner, _, field = name.rpartition(".")
+    part: Tensor = page if name == "page" else getattr(getattr(step, owner) if owner else step, field)
+    move(part)
+    if not fits:
+        with pytest.raises((BadCall, RuntimeError)):  # of torch, which takes views
+            native.run([step], [0], entry, entry, entry, 1.0)
+        return
+    if name == "append.slots":
+        part.zero_()[:, 1] = -1
+    native.run([step], [0], entry, entry, entry, 1.0)
+    if name == "append.keys":
+        assert (part == 1).all(2).any(1).all()
+
+
+def test_an_empty_span_is_not_seen() -> None:
+    entry = torch.ones(1, LANES, 1, DIM).bfloat16()
+    for executor in (native, plain):
+        one, other = good(), good()
+        other = other._replace(attend=[Span(ROW, ROW, ROWS, ROWS), *other.attend])
+        both = [executor.run([step], [0], entry, entry, entry, 1.0) for step in (one, other)]
+        assert torch.equal(*both)
+        nothing = LayerStep(
+            Destination(numbers(LANES, ROWS, DIM), numbers(LANES, ROWS, DIM)), attend=[Span(ROW, ROW, 3, 3)]
+        )
+        assert not executor.run([nothing], [0], entry, entry, entry, 1.0).any()
+
+
+def test_ctrl_c_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(tensor: Tensor | None) -> None:
+        raise KeyboardInterrupt
+
+    entry = torch.ones(1, LANES, 1, DIM).bfloat16()
+    monkeypatch.setattr(library, "array", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        native.run([good()], [0], entry, entry, entry, 1.0)
+    monkeypatch.undo()
+    with pytest.raises(BadCall):
+        library.kernels().kvkeep_norm(entry.expand(2, LANES, 1, DIM), numbers(DIM), 1.0, entry)
 
 
 def test_full_pages_are_one_span_until_one_of_them_changes() -> None:

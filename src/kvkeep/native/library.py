@@ -16,11 +16,12 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadCall, KvkeepError, OutOfMemory, UsageError, out_of_memory, ran_out_of_memory
-from kvkeep.native.structures import BAD_CALL, FAILED, INTERFACE, NO_MEMORY, functions
+from kvkeep.native.structures import BAD_CALL, FAILED, INTERFACE, NO_MEMORY, KvArray, array, functions
 from kvkeep.native.threads import limit_threads
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ def _loaded() -> ctypes.CDLL | None:
             function.argtypes, function.restype = arguments, ctypes.c_int if result == "KvStatus" else result
             if result == "KvStatus":
                 function.errcheck = _check_status
+            if KvArray in arguments:
+                setattr(loaded, name, _taking_tensors(function, arguments))
     except (OSError, AttributeError, KvkeepError) as error:
         if ran_out_of_memory(error):  # without the library, bits would be others
             raise out_of_memory("the native library", error) from error
@@ -114,6 +117,21 @@ def _loaded() -> ctypes.CDLL | None:
             log.warning("The native library was not built. kvkeep computes with torch, %s.", SLOWDOWN)
         return None
     return loaded
+
+
+def _taking_tensors(function: Any, types: list[Any]) -> Callable[..., Any]:
+    """Return the function with a tensor or None for each KvArray. They are described before ctypes is called, which
+    would make an ArgumentError of a BadCall or a KeyboardInterrupt."""
+
+    def call(*given: Any) -> Any:
+        return function(
+            *[
+                array(one) if kind is KvArray and not isinstance(one, KvArray) else one
+                for kind, one in zip(types, given, strict=True)
+            ]
+        )
+
+    return call
 
 
 def _check_status(status: int, function: Any, arguments: Any) -> int:

@@ -6,7 +6,6 @@ library.py compares :data:`INTERFACE` with that of the library that it loads.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -100,15 +99,10 @@ NOT_FINITE, FAILED = CONSTANTS["KV_NOT_FINITE"], CONSTANTS["KV_FAILED"]
 
 
 class KvArray(ctypes.Structure):
-    """Numbers in memory, with their length and type. Functions take a tensor, or None, in its place."""
+    """Numbers in memory, with their length and type. Functions take a tensor, or None, in its place (library.py)."""
 
     __slots__ = ()
     _fields_ = _fields("KvArray")
-
-    @classmethod
-    def from_param(cls, value: Any) -> KvArray:
-        """Return what ctypes passes for an argument: a tensor as :func:`array` describes it."""
-        return value if isinstance(value, KvArray) else array(value)
 
 
 class KvRows(ctypes.Structure):
@@ -176,14 +170,39 @@ NO_ARRAY, NO_ROWS = KvArray(), KvRows()
 """What stands for a tensor that is not there."""
 
 
+class _Types(dict["torch.dtype", int]):
+    """The KvType of a tensor's numbers, by their dtype."""
+
+    def __missing__(self, dtype: torch.dtype) -> int:
+        number = CONSTANTS.get(f"KV_{str(dtype).removeprefix('torch.').replace('bool', 'uint8').upper()}")
+        if number is None:
+            raise BadCall(f"a tensor must be of a type that the library knows, not {dtype}")
+        return self.setdefault(dtype, number)
+
+
+_TYPES = _Types()
+
+
 def array(tensor: Tensor | None) -> KvArray:
     """Return a tensor as the library reads it, one number after the other; the result does not keep it. Raises BadCall
-    for one that is not on the CPU, whose numbers lie apart, or whose type the library does not know."""
+    for one that is not on the CPU, whose numbers lie apart or beyond its memory, or whose type the library does not
+    know."""
     if tensor is None:
         return NO_ARRAY
+    describe(made := KvArray(), tensor)
+    return made
+
+
+def describe(place: KvArray, tensor: Tensor) -> None:
+    """Write a tensor to its place in a structure, as :func:`array` returns it."""
+    if not tensor.is_cpu:
+        raise BadCall(f"a tensor must be on the CPU, not on '{tensor.device}'")
     if not tensor.is_contiguous():
         raise BadCall("numbers of a tensor must lie one after the other")
-    return KvArray(tensor.data_ptr(), tensor.numel(), _type_of(tensor.dtype, tensor.device))
+    length = tensor.numel()
+    if (tensor.storage_offset() + length) * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise BadCall("numbers of a tensor must lie within its memory")
+    place.type, place.length, place.data = _TYPES[tensor.dtype], length, tensor.data_ptr()
 
 
 def rows(tensor: Tensor | None) -> KvRows:
@@ -191,30 +210,25 @@ def rows(tensor: Tensor | None) -> KvRows:
     not keep it. Raises BadCall as :func:`array`, and where the numbers of a row lie apart."""
     if tensor is None:
         return NO_ROWS
-    *outer, lanes, count, width = tensor.shape
-    lane_stride, row_stride, stride = tensor.stride()[-3:]
-    if outer not in ([], [1]):
+    if not tensor.is_cpu:
+        raise BadCall(f"a tensor must be on the CPU, not on '{tensor.device}'")
+    if tensor.dim() < 3 or tensor.shape[:-3] not in ((), (1,)):
         raise BadCall(f"a tensor must be (lanes, rows, width), not {tuple(tensor.shape)}")
+    lanes, count, width = tensor.shape[-3:]
+    lane_stride, row_stride, stride = tensor.stride()[-3:]
     if stride != 1 and width > 1:
         raise BadCall("numbers of a row must lie one after the other")
     length = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
-    numbers = KvArray(tensor.data_ptr(), max(0, length), _type_of(tensor.dtype, tensor.device))
+    numbers = KvArray(tensor.data_ptr(), max(0, length), _TYPES[tensor.dtype])
     return KvRows(numbers, lanes, count, width, lane_stride, row_stride)
-
-
-@functools.cache
-def _type_of(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the KvType of a tensor's numbers."""
-    name = str(dtype).removeprefix("torch.").replace("bool", "uint8")
-    number = CONSTANTS.get(f"KV_{name.upper()}")
-    if device.type != "cpu" or number is None:
-        raise BadCall(f"a tensor must be on the CPU and of a type that the library knows, not {dtype} on '{device}'")
-    return number
 
 
 def address_of(struct: ctypes.Structure | Table) -> int:
     """Return where a structure or a table lies; the address does not keep it."""
     return ctypes.addressof(struct)
+
+
+ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 
 def address_table(addresses: Sequence[int | None]) -> Table:

@@ -85,7 +85,7 @@ class JoinedSpans:
     layout: ClassVar[str] = "spans"
 
     def __init__(self, spans: Sequence[Span], name: str = "keys") -> None:
-        self.spans = [one for span in spans for one in (span.keys.spans if _joined(span) else [span])]
+        self.spans = tuple(one for span in spans for one in (span.keys.spans if _joined(span) else [span]))
         self._name = name
 
     @property

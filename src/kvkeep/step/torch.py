@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvkeep.errors import BadCall
+from kvkeep.step.checks import check, check_lanes
 from kvkeep.step.plan import Coded, LayerStep, Segment
 
 MAX_CODED_QUERIES = 8
@@ -21,7 +23,15 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
-    """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts."""
+    """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts.
+    Raises BadCall where the step does not fit its tensors."""
+    bank = check(step)
+    if (keys.shape, values.shape) != tuple((bank.lanes, width) for width in bank.widths):
+        raise BadCall("new entries must have the width of a bank's rows, one for each lane")
+    _write(step, keys, values)
+
+
+def _write(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     append, evict, ranks = step.append, step.evict, step.ranks
     own_keys, own_values = append.keys.flatten(0, -3), append.values.flatten(0, -3)
     lane = torch.arange(len(own_keys), device=own_keys.device)
@@ -55,12 +65,16 @@ def run(
     heads, value_dim). Places of the row without such a token get 0.
 
     steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim).
+    (1, kv_heads, row, dim). Raises BadCall where a step does not fit its tensors.
     """
+    for one, token in zip(steps, tokens, strict=True):
+        check_lanes(one.parts, [check(part) for part in one.parts], (key.shape[1], key.shape[3], value.shape[3]))
+        if not 0 <= token < query.shape[2]:
+            raise BadCall("the token of a step must be one of the call")
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
         lanes_here = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
-        insert(step, key[0, lanes_here, token], value[0, lanes_here, token])
+        _write(step, key[0, lanes_here, token], value[0, lanes_here, token])
         grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes_here, :, None]
         segments = step.segments()
         if step.reduce:
@@ -99,6 +113,9 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     (batch, heads, queries) float32."""
     batch, heads, queries, _ = query.shape
     key, value, mask = segment.key, segment.value, segment.mask
+    if not key.shape[-2]:  # for which torch's kernel divides by zero
+        nothing = query.new_zeros(batch, heads, queries, value.shape[-1], dtype=torch.float32)
+        return nothing, nothing.new_full((batch, heads, queries), float("-inf"))
     if not isinstance(key, Tensor):
         if queries <= MAX_CODED_QUERIES and key.layout != "spans":
             output, lse = _folded(query, key, value, mask, scaling)
@@ -194,7 +211,7 @@ def _mixed(weights: Tensor, segment: Segment) -> Tensor:
     if not isinstance(segment.value, Tensor):
         return segment.value.mix(weights.squeeze(2)).unsqueeze(2)
     value = segment.value.flatten(0, 1)
-    flat = weights.reshape(len(value), -1, weights.shape[-1]).to(value.dtype)
+    flat = weights.reshape(len(value), batch * heads // len(value), weights.shape[-1]).to(value.dtype)
     return torch.bmm(flat, value).view(batch, heads, 1, -1)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from kvkeep.native.structures import (
     piece_table,
     rows,
 )
+from kvkeep.step.checks import check_pair, check_span
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
 
@@ -114,6 +116,10 @@ class Compiled(NamedTuple):
     """The number of their entries."""
     copies: list[Tensor]
     """Tensors that were made for the library."""
+    tensors: Sequence[Tensor]
+    """Those that codes or joined spans consist of. They are kept as long as these are."""
+    memory: Sequence[int]
+    """Of ``tensors``, or of the keys and values themselves (:func:`memory_of`)."""
 
 
 _COMPILED: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], Compiled]] = {}
@@ -126,20 +132,48 @@ def compiled(keys: Any, values: Any) -> Compiled:
     number = id(keys)
     known = _COMPILED.get(number)
     if known is not None and known[0]() is keys and known[1]() is values:
-        return known[2]
+        made = known[2]
+        if made.memory == memory_of(made.tensors or [keys, values]):
+            return made
     made = _compiled(keys, values)
-    _COMPILED[number] = weakref.ref(keys, lambda _: _COMPILED.pop(number, None)), weakref.ref(values), made
+    # A partial is called without a line of Python, in which Ctrl-C could end it.
+    _COMPILED[number] = weakref.ref(keys, partial(_COMPILED.pop, number)), weakref.ref(values), made
     return made
 
 
-def _compiled(keys: Any, values: Any) -> Compiled:
+def memory_of(tensors: Sequence[Any]) -> list[int]:
+    """Return where tensors begin, and the bytes of their storages: these change where a tensor is given other memory,
+    or its storage another size."""
+    return [*map(_BEGIN, tensors), *[one.untyped_storage().nbytes() for one in tensors]]
+
+
+_BEGIN = Tensor.data_ptr
+
+
+def _tensors_of(keys: Any, values: Any) -> list[Tensor]:
+    """Return the tensors of codes or joined spans."""
     if isinstance(keys, JoinedSpans):
-        return Compiled(table_of(keys.spans), keys.shape[2], [])
+        sides = [side for span in keys.spans for side in span[:2]]
+        return [one for side in sides for one in ([side] if isinstance(side, Tensor) else _tensors_of(side, side))]
+    parts = [getattr(side, name, None) for side in (keys, values) for name in _PARTS]
+    return [one for one in parts if one is not None]
+
+
+_PARTS = ("codes", "scale", "offset", "mean", "deviation", "cells", "at")
+"""The attributes of codes and sketches that are tensors."""
+
+
+def _compiled(keys: Any, values: Any) -> Compiled:
+    check_pair(keys, values)
+    if isinstance(keys, JoinedSpans):
+        tensors = _tensors_of(keys, values)
+        return Compiled(table_of(keys.spans), keys.shape[2], [], tensors, memory_of(tensors))
     form = PLAIN if isinstance(keys, Tensor) else _FORMATS[keys.layout]
     table, copies = piece_table(1), list[Tensor]()
     table[0].format, table[0].entries = form, keys.shape[-2]
     _DESCRIBE[form](table[0], keys, values, copies)
-    return Compiled(table, keys.shape[-2], copies)
+    tensors = [] if form == PLAIN else _tensors_of(keys, values)
+    return Compiled(table, keys.shape[-2], copies, tensors, memory_of(tensors or [keys, values]))
 
 
 def table_of(spans: Sequence[Span]) -> Table:
@@ -154,8 +188,9 @@ def table_of(spans: Sequence[Span]) -> Table:
 
 
 def narrow(piece: KvPiece, span: Span, made: Compiled) -> None:
-    """Let a copy of the first piece of ``made`` begin and end with a span of it. The library checks that it has these
-    rows. Raises BadCall for a part of several pieces."""
+    """Let a copy of the first piece of ``made`` begin and end with a span of it. Raises BadCall for rows that it does
+    not have, and for a part of several pieces."""
+    check_span(span.start, span.stop, made.entries)
     if len(made.pieces) == 1:
         piece.first, piece.entries = made.pieces[0].first + span.start, span.stop - span.start
     elif span.start or span.stop != made.entries:

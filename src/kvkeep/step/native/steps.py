@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.errors import BadCall
 from kvkeep.native.library import kernels, library
 from kvkeep.native.structures import (
+    ADDRESS_BYTES,
     KvPiece,
     KvStep,
     Table,
@@ -21,9 +22,11 @@ from kvkeep.native.structures import (
     address_table,
     array,
     count_table,
+    describe,
     rows,
 )
-from kvkeep.step.native.entries import compiled, narrow, table_of
+from kvkeep.step.checks import bank_of, check_beside, check_lanes, check_token
+from kvkeep.step.native.entries import compiled, memory_of, narrow, table_of
 from kvkeep.step.plan import Destination, LayerStep
 
 
@@ -60,7 +63,7 @@ def run(
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
     output = torch.empty(1, row, heads, value.shape[3], dtype=torch.bfloat16)
     lse = torch.empty(row, heads)
-    table = _step_table(steps, tokens, (key.shape[1], key.shape[3], value.shape[3]))
+    table = address_table(_addresses(steps, tokens, (key.shape[1], key.shape[3], value.shape[3])))
     kernels().kvkeep_attend_sessions(
         address_of(table), len(table), query, key, value, row, heads, False, scaling, output, lse
     )
@@ -77,11 +80,12 @@ def run_layers(
     for each token. x: (1, tokens, hidden), the input of the first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
-    tables = [_step_table(of_layer, range(len(of_layer))) for of_layer in steps]  # their shapes are the layers'
-    counts = count_table([len(table) for table in tables])
+    rows = [_addresses(of_layer, range(len(of_layer))) for of_layer in steps]  # their shapes are the layers'
+    table, counts = address_table([one for row in rows for one in row]), count_table([len(row) for row in rows])
+    starts = [address_of(table) + ADDRESS_BYTES * number for number in accumulate(counts, initial=0)]
     kernels().kvkeep_run_layers(
         address_of(layers),
-        address_of(by_layer := address_table([address_of(table) for table in tables])),
+        address_of(by_layer := address_table(starts[:-1])),
         address_of(scaling),
         len(by_layer),
         address_of(counts),
@@ -92,23 +96,21 @@ def run_layers(
     return x
 
 
-def _step_table(steps: Sequence[LayerStep], tokens: Sequence[int], shape: tuple[int, int, int] | None = None) -> Table:
-    """Return a table of steps. shape: KV heads, key_dim and value_dim of the new entries; None: the library knows them.
-    Raises BadCall where a step has others."""
-    addresses: list[int | None] = []
+def _addresses(
+    steps: Sequence[LayerStep], tokens: Sequence[int], shape: tuple[int, int, int] | None = None
+) -> list[int]:
+    """Return where steps lie in the library's form. shape: KV heads, key_dim and value_dim of the new entries; None:
+    the library knows them. Raises BadCall where a step has others."""
+    addresses: list[int] = []
     for step, token in zip(steps, tokens, strict=True):
-        forms = [_form(part) for part in step.parts]
-        lanes = sum(form.lanes for form in forms)
-        if shape is not None and any((lanes, *form.widths) != shape for form in forms):
-            raise BadCall("a step must have the KV heads and the widths of its token")
-        for form, part in zip(forms, step.parts, strict=True):
+        parts = step.parts
+        forms = [_form(part) for part in parts]
+        lanes = check_lanes(parts, [form.bank for form in forms], shape)
+        for form, part in zip(forms, parts, strict=True):
             form.write(part)
             form.struct.token, form.struct.token_lanes = token, lanes
             addresses.append(form.address)
-    return address_table(addresses)
-
-
-_NOTHING = (None,) * 4
+    return addresses
 
 
 class _Form:
@@ -118,21 +120,22 @@ class _Form:
     def __init__(self, step: LayerStep) -> None:
         append, evict, reads = step.append, step.evict, [compiled(span.keys, span.values) for span in step.attend]
         self._reads, self._table = reads, table_of(step.attend)
+        self.inner = tuple(one for read in reads for one in read.tensors)
         starts = accumulate((len(one.pieces) for one in reads), initial=0)
         self._pieces: list[KvPiece] = [self._table[start] for start in [*starts][:-1]]
-        self._shown = [(span.start, span.stop) for span in step.attend]
-        self._beside: dict[str, Sequence[Tensor | None]] = {"": _NOTHING, "evicted_": _NOTHING}
+        self._shown: list[tuple[int, ...]] = [(span.start, span.stop) for span in step.attend]
+        self._beside: dict[str, tuple[Sequence[Tensor | None], list[int]]] = {}
+        self.bank = bank_of(step)
         self.struct = KvStep(reduce_max=step.reduce == "max", first_lane=step.first_lane)
         self.address = address_of(self.struct)
         self._insert, self._attention = self.struct.insert, self.struct.attention
+        self._ranks, self._received = self._insert.ranks, self.struct.received
         self._insert.keys, self._insert.values = rows(append.keys), rows(append.values)
         if evict is not None:
             self._insert.evicted_keys, self._insert.evicted_values = rows(evict.keys), rows(evict.values)
-        self.lanes, _, dim = append.keys.shape[-3:]
-        self.widths = dim, append.values.shape[-1]
         attention = self._attention
-        attention.lanes, attention.queries, attention.causal_offset = self.lanes, 1, -1
-        attention.dim, attention.value_dim = self.widths
+        attention.lanes, attention.queries, attention.causal_offset = self.bank.lanes, 1, -1
+        attention.dim, attention.value_dim = self.bank.widths
         attention.pieces, attention.piece_count = address_of(self._table), len(self._table)
         if step.seen is not None:
             attention.mask = rows(step.seen[:, None])
@@ -143,52 +146,67 @@ class _Form:
         for number, span in enumerate(step.attend):
             entries += span.stop - span.start
             if self._shown[number] != (bounds := (span.start, span.stop)):
+                self._shown[number] = ()  # until it is written
                 narrow(self._pieces[number], span, self._reads[number])
                 self._shown[number] = bounds
+        check_token(step, self.bank, entries)
         self._attention.entries = entries
         insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
-        if append.slots is not None:
-            insert.columns = append.slots.shape[1]
+        if append.slots is not None or not append.scores is append.extra is append.newest is None:
             self._show("", append)
         if step.ranks is not None:
-            insert.ranks = array(step.ranks)
+            describe(self._ranks, step.ranks)
         if step.new_scores is not None:
             insert.new_scores = array(step.new_scores)
         if evict is not None:
             insert.evicted_row = evict.row
-            if evict.slots is not None:
-                self._show("evicted_", evict)
+            if evict.slots is not None or not evict.scores is evict.extra is evict.newest is None:
+                self._show("evicted_", evict, append)
         if step.received is not None:
-            self.struct.received = array(step.received)
+            describe(self._received, step.received)
 
-    def _show(self, prefix: str, one: Destination) -> None:
+    def _show(self, prefix: str, one: Destination, source: Destination | None = None) -> None:
         """Let the structure point to what lies beside entries, unless it does so already."""
-        beside = one.slots, one.scores, one.extra, one.newest
-        if not all(map(is_, beside, self._beside[prefix])):
+        beside = one[3:]
+        memory, known = memory_of([one for one in beside if one is not None]), self._beside.get(prefix)
+        if known is None or known[1] != memory or not all(map(is_, beside, known[0])):
+            check_beside(one, self.bank.lanes, source)
+            self._beside.pop(prefix, None)  # until all is written
             for name, tensor in zip(("slots", "scores", "extra", "newest"), beside, strict=True):
                 setattr(self._insert, prefix + name, array(tensor))
-            self._beside[prefix] = beside
+            if source is None and one.slots is not None:
+                self._insert.columns = one.slots.shape[1]
+            self._beside[prefix] = beside, memory
 
 
-_FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]]]] = {}
-"""By what :func:`_form` says, as long as all keys and values live."""
+_FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]], itemgetter[Any], list[int]]] = {}
+"""By what :func:`_form` says, as long as all keys and values live: a form, its parts, what takes the tensors of these,
+and where they and the form's other tensors lie (:func:`memory_of`)."""
 
 
 def _form(step: LayerStep) -> _Form:
     """Return the form of the steps with these keys, values and ``seen``, and with the same fields, which is made
     once."""
-    append, evict, seen = step.append, step.evict, step.seen
+    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _ = step
     parts = [append.keys, append.values]
     if seen is not None:
         parts.append(seen)
+    left = None
     if evict is not None:
         parts += evict.keys, evict.values
-    for span in step.attend:
-        parts += span.keys, span.values
-    slots = append.slots is None, evict is None or evict.slots is None
-    missing = *slots, seen is None, evict is None, step.ranks is None, step.new_scores is None, step.received is None
-    name = (step.first_lane, step.reduce, missing, *map(id, parts))
+        left = evict.slots is None
+    for span in attend:
+        parts += span[:2]
+    missing = append.slots is None, left, seen is None, ranks is None, new_scores is None, received is None
+    name = (first_lane, reduce, missing, *map(id, parts))
     known = _FORMS.get(name)
-    if known is None:
-        known = _FORMS[name] = _Form(step), [weakref.ref(one, lambda _: _FORMS.pop(name, None)) for one in parts]
-    return known[0]
+    if known is not None:
+        form, _, pick, memory = known
+        if memory == memory_of(pick(parts) + form.inner):
+            return form
+    places = {id(one): at for at, one in enumerate(parts) if isinstance(one, Tensor)}.values()  # each tensor once
+    form, pick = _Form(step), itemgetter(*places)
+    # A partial is called without a line of Python, in which Ctrl-C could end it.
+    refs = [weakref.ref(one, partial(_FORMS.pop, name)) for one in parts]
+    _FORMS[name] = form, refs, pick, memory_of(pick(parts) + form.inner)
+    return form
