@@ -26,23 +26,15 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 DATA = ("contracts/", "memory/", "attention/inputs.py", "step/plan.py", "stores/checkpoints/spec.py", "geometry.py")
 """Types of data, what parts promise, and rows of tensors."""
-LIBRARY = ("native/", "step/checks.py", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
+LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
 """The library is called, whatever it does."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
 """The model computes, and is asked once what it can do."""
-INPUTS = ("models/chunks.py", "models/same_text.py")
-"""An input is compared with what its cache has read."""
+CHECKS = ("models/chunks.py", "models/same_text.py", "passes/pass_owner.py", "step/checks.py")
+"""An input is compared with what its cache has read, and a thread and a step are checked."""
 FILES = ("files.py", "models/folders.py")
 """A checkpoint on disk has a folder."""
-ANSWER = (
-    "engine/sampling.py",
-    "passes/record.py",
-    "passes/pass_owner.py",
-    "stores/dynamic.py",
-    "stock.py",
-    "report.py",
-    "errors.py",
-)
+ANSWER = ("engine/sampling.py", "passes/record.py", "stores/dynamic.py", "stock.py", "report.py", "errors.py")
 """Tokens are chosen, figures are taken, and errors are named."""
 NAMES = ("policies/names.py", "policies/specs.py")
 """The names of methods are checked, and their parameters read; these methods have none."""
@@ -63,7 +55,7 @@ def followed(*others: str) -> Iterator[set[str]]:
     finally:
         sys.setprofile(None)
         names = {name.removeprefix(CORE) for name in files if name.startswith(CORE)}
-        any_task = *DATA, *LIBRARY, *MODEL, *INPUTS, *FILES, *ANSWER, *NAMES
+        any_task = *DATA, *LIBRARY, *MODEL, *CHECKS, *FILES, *ANSWER, *NAMES
         found |= {name for name in names if not name.startswith((*any_task, *others))}
 
 

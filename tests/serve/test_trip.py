@@ -25,6 +25,8 @@ DATA = ("contracts/", "memory/", "step/plan.py", "passes/record.py", "engine/tok
 """Types of data, rows of tensors, and tables."""
 LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
 """The library is called, whatever it does."""
+CHECKS = ("passes/pass_owner.py", "step/checks.py")
+"""A thread and a step are checked."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py", "engine/sampling.py")
 """The model computes, and a token is chosen."""
 BESIDE = (
@@ -61,4 +63,6 @@ def test_a_chat_request_goes_through_the_files_of_its_trip(files: set[str], tmp_
     trip = re.search(r"^### A chat request over HTTP.*?(?=^##)", page, re.MULTILINE | re.DOTALL)
     assert trip is not None
     listed = set(re.findall(r"^\d+\. `([\w/]+\.py)`", trip[0], re.MULTILINE))
-    assert {name for name in found if not name.startswith((*CACHE, *DATA, *LIBRARY, *MODEL, *BESIDE))} == listed
+    assert {
+        name for name in found if not name.startswith((*CACHE, *DATA, *LIBRARY, *CHECKS, *MODEL, *BESIDE))
+    } == listed
