@@ -83,8 +83,8 @@ def attended(cache: KeepCache) -> list[tuple[int, int]]:
     choice = getattr(cache.stream.bounded[0].reader, "choice", None)
     if choice is None or choice.numbers is None or cache.exactness == "exact":
         return [(0, length)]
-    blocks = [(number * choice.size, (number + 1) * choice.size) for number in choice.numbers[0].tolist()]
-    return [*blocks, (choice.blocks * choice.size, length)]
+    passages = [(number * choice.size, (number + 1) * choice.size) for number in choice.numbers[0].tolist()]
+    return [*passages, (choice.passages * choice.size, length)]
 
 
 def chat(

@@ -69,8 +69,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(of_layer))
         return table(of_layer, *given)
 
-    table = steps._step_table
-    monkeypatch.setattr(steps, "_step_table", counted)
+    table = steps._addresses
+    monkeypatch.setattr(steps, "_addresses", counted)
     return calls
 
 

@@ -379,3 +379,12 @@ def test_another_kind_of_checkpoint_and_more_exact_tokens_than_positions_are_ref
     KeepCache(model, SPEC, 24, checkpoint="kv", chunk=16)
     with pytest.raises(UsageError, match="exact up to the model's 512 positions at most, not up to 513 tokens"):
         KeepCache(model, "endless+passages:count=3,size=16,exact=513", 24, chunk=16)
+
+
+def test_the_newest_entries_may_begin_within_full_pages() -> None:
+    """Of pages that became full since the choice, a step attends to a part; with one large page there are none."""
+    model, ids, found = tiny("llama", positions=512), _ids(1500), []
+    for page in (128, 2048):
+        cache = KeepCache(model, "endless+passages:count=1,size=16,exact=300", 32, chunk=16, page=page)
+        found.append(_logits(model, cache, ids, steps=200))
+    assert torch.equal(*found)

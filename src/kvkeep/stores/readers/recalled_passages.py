@@ -23,7 +23,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
-from kvkeep.step.plan import LayerStep, Span
+from kvkeep.step.plan import JoinedSpans, LayerStep, Span
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.layer import Layer, ReadEvicted
 from kvkeep.stores.readers.passage_choice import PassageChoice
@@ -140,6 +140,12 @@ def _last(spans: Sequence[Span], count: int) -> list[Span]:
     for span in reversed(spans):
         if count <= 0:
             break
-        found.append(span if span.entries <= count else Span(span.keys, span.values, span.stop - count, span.stop))
-        count -= found[-1].entries
-    return found[::-1]
+        if span.entries <= count:
+            part = [span]
+        elif isinstance(span.keys, JoinedSpans):
+            part = _last(span.keys.spans, count)
+        else:
+            part = [Span(span.keys, span.values, span.stop - count, span.stop)]
+        found = [*part, *found]
+        count -= sum(one.entries for one in part)
+    return found
