@@ -89,8 +89,8 @@ class Request:
         for name in ("capacity", "chunk", "context", "page", "batch"):
             number = given.get(name)
             if number is not None and (type(number) is not int or not 0 < number < 2**31):
-                most = ", and below 2**31" if type(number) is int and number > 0 else ""
-                raise UsageError(f"The {name} of a cache must be a whole number of at least 1{most}, not {number!r}.")
+                limit = ", and below 2**31" if type(number) is int and number > 0 else ""
+                raise UsageError(f"The {name} of a cache must be a whole number of at least 1{limit}, not {number!r}.")
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise UsageError(f"The folder of a checkpoint must be a path, not {folder!r}.")
         given |= {"checkpoint": made.kind or checkpoint, "folder": None if folder is None else os.fspath(folder)}
