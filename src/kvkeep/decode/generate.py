@@ -102,10 +102,9 @@ class _Caller:
         if done < len(self.prompt) and self.interrupted():
             raise KeyboardInterrupt
 
-    def check(self, tokens: Sequence[int], text: str) -> str:
-        """Return the reason why an answer ends with ``tokens``, which have this text; an empty string if it
-        continues."""
-        ended = self.ended is not None and self.ended(text)
+    def check(self, answer: Answer, tokens: Sequence[int]) -> str:
+        """Return the reason why an answer ends with ``tokens``; an empty string if it continues."""
+        ended = self.ended is not None and self.ended(answer.text)
         if self.interrupted():
             return "interrupted"
         if self.criteria:
@@ -191,7 +190,7 @@ def generate(
         tokenizer,
         [] if ignore_eos else end_ids(model),
         None if tokenizer is None else lambda piece: None if on_text is None else on_text(piece.text),
-        lambda tokens: caller.check(tokens, answer.text),
+        lambda tokens: caller.check(answer, tokens),
     )
     _schedule(model, answer, caller)
     tokens = answer.tokens
