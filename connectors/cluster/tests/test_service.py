@@ -177,7 +177,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_single_server_keeps_the_locks_of_its_sessions() -> None:
-    """The installed connector changes nothing as long as nobody asks for replicas or a bucket."""
+    """The installed connector changes nothing of a server without replicas and bucket."""
 
     def pool(**given: str) -> type[SessionPool]:
         return (
