@@ -13,6 +13,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -45,25 +47,11 @@ class FusedNorm:
         self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
         """The factors, (width,) float32."""
         self.eps = _eps(norm)
-        self._seen: tuple[Any, int, int] = None, 0, 0
-        self._holds = False
-
-    def holds(self) -> bool:
-        """Return whether :attr:`weight` is that of the module's parameter. Changes of ``parameter.data`` in place leave
-        no trace."""
-        weight: Any = self.norm._parameters.get("weight")
-        if weight is None:
-            return False
-        seen = self._seen
-        version = 0 if weight.is_inference() else weight._version
-        if weight is not seen[0] or version != seen[1] or weight.data_ptr() != seen[2]:
-            self._seen = weight, version, weight.data_ptr()
-            self._holds = torch.equal(weight.detach().float() + self.offset, self.weight)
-        return self._holds
+        self._weights = Weights([self])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of ``x``, (..., width)."""
-        if not (_ours(x) and self.holds()):
+        if not (_ours(x) and self._weights.hold()):
             return type(self.norm).forward(self.norm, x)
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -71,8 +59,62 @@ class FusedNorm:
         return out
 
 
+class Weights:
+    """The weights of some fused norms. Every step compares them, most often with those of the step before."""
+
+    def __init__(self, norms: Sequence[FusedNorm]) -> None:
+        self._norms, self._parameters = norms, [one.norm._parameters for one in norms]
+        self._known: Sequence[Any] = [None]  # the parameters that hold
+        self._tracked: Sequence[Tensor] = ()  # those that have a version
+        self._state: Sequence[int] = ()
+
+    def hold(self) -> bool:
+        """Return whether each norm's ``weight`` is that of its module's parameter. Changes of ``parameter.data`` in
+        place leave no trace."""
+        now = [parameters.get("weight") for parameters in self._parameters]
+        if len(now) == len(self._known) and all(map(is_, now, self._known)) and self._state == self._seen():
+            return True
+        self._known = [None]
+        for one, weight in zip(self._norms, now, strict=True):
+            if weight is None or not torch.equal(weight.detach().float() + one.offset, one.weight):
+                return False
+        self._tracked = [one for one in now if not one.is_inference()]  # type: ignore[union-attr]
+        self._known = now
+        self._state = self._seen()
+        return True
+
+    def _seen(self) -> list[int]:
+        return [*map(_VERSION, self._tracked), *map(Tensor.data_ptr, self._known)]
+
+
+_VERSION = attrgetter("_version")
+
+
+class Unchanged:
+    """What fused layers assume: they have the modules and weights that they had, and none of these modules has a
+    hook, which only a call of the module would run. With ``whole`` layers, neither has a layer itself."""
+
+    def __init__(self, layers: Sequence[FusedLayer], whole: bool = False) -> None:
+        inner = [part for one in layers for part in one.layer.modules() if whole or part is not one.layer]
+        self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        # Adapters replace modules.
+        self._holders = [part._modules for one in layers for part in (one.layer, one.attention, one.layer.mlp)]
+        self._before = self._modules()
+        self._weights = Weights([norm for one in layers for norm in one.norms])
+
+    def _modules(self) -> list[Any]:
+        return [*chain.from_iterable([modules.values() for modules in self._holders])]
+
+    def __call__(self) -> bool:
+        """Return whether all of this is so."""
+        return not any(self._hooks) and self._modules() == self._before and self._weights.hold()
+
+
 class FusedLayer:
     """Replaces the forward of a decoder layer."""
+
+    enter: Callable[[Tensor], None] | None = None
+    """Called with the input of the layer, (batch, new, hidden_size), unless all layers run in one call."""
 
     def __init__(self, layer: Any) -> None:
         """Raise AttributeError or TypeError if the layer has another layout."""
@@ -93,11 +135,6 @@ class FusedLayer:
         if any(part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
             raise TypeError("its MLP has biases")
         self.gate = _gate(mlp.act_fn)
-        # A module with hooks must be called.
-        inner = [part for part in layer.modules() if part is not layer]
-        self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        # Adapters replace modules: what each holder has, and had.
-        self._submodules = [(one._modules, [*one._modules.values()]) for one in (layer, attention, mlp)]
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         sandwiched = hasattr(layer, names[0])  # as in Gemma: norms also after attention and MLP
         norms = {
@@ -113,7 +150,8 @@ class FusedLayer:
             raise TypeError("a norm differs from RMSNorm")
         if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
             raise TypeError("norms differ in their epsilon")
-        self._weights, self._norms = fused, [norm for norm in fused.values() if norm is not None]
+        self._weights, self.norms = fused, [norm for norm in fused.values() if norm is not None]
+        self.unchanged = Unchanged([self])
         self._parts = [_joined(projections), [attention.o_proj], _joined([mlp.gate_proj, mlp.up_proj]), [mlp.down_proj]]
         self.all: FusedLayers | None = None  # set in the first layer: runs all layers
 
@@ -169,6 +207,8 @@ class FusedLayer:
         hooks = getattr(cache, "hooks", None)
         if hooks is not None and hooks.ran_all:
             return hidden_states
+        if self.enter is not None:
+            self.enter(hidden_states)
         interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
         if (
             args
@@ -177,7 +217,7 @@ class FusedLayer:
             or position_embeddings[0].shape[-1] != self.dim  # only a part of each head is rotated
             or not _ours(hidden_states)
             or kwargs.get("output_attentions")
-            or not self.unchanged
+            or not self.unchanged()
         ):
             given: dict[str, Any] = {"attention_mask": attention_mask, "cache": cache}
             given |= {"position_embeddings": position_embeddings} | kwargs
@@ -194,16 +234,6 @@ class FusedLayer:
             self.attention, query, key, value, attention_mask, dropout=0.0, scaling=self.attention.scaling, **kwargs
         )
         return self._leave(output, residual)
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the layer has the modules and norms that it had, and none of its modules has a hook."""
-        if any(self._hooks):
-            return False
-        for modules, before in self._submodules:
-            if [*modules.values()] != before:
-                return False
-        return all([norm.holds() for norm in self._norms])
 
     def _enter(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = x.contiguous()
@@ -225,7 +255,7 @@ class FusedLayers:
     """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
-        self.layers = layers
+        self.layers, self._unchanged = layers, Unchanged(layers, whole=True)
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer]) -> FusedLayers | None:
@@ -235,15 +265,9 @@ class FusedLayers:
         return cls(layers) if len(shapes) == 1 and ordered else None
 
     def can_run(self, steps: Sequence[Any]) -> bool:
-        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or changed. A cache's
-        hook on the input of a layer does not count."""
-        return len(steps) == len(self.layers) and all(
-            one.layer.forward is one
-            and not one.layer._forward_hooks
-            and len(one.layer._forward_pre_hooks) < 2
-            and one.unchanged
-            for one in self.layers
-        )
+        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or changed."""
+        forwards = [one.layer.forward for one in self.layers]
+        return len(steps) == len(self.layers) and forwards == self.layers and self._unchanged()
 
     @functools.cached_property
     def tables(self) -> tuple[Any, Any]:
@@ -255,7 +279,7 @@ class FusedLayers:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying or saving, without pointers."""
-        return {"layers": self.layers}
+        return {name: value for name, value in self.__dict__.items() if name != "tables"}
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]]) -> Tensor:
         """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, one for each token."""
@@ -327,7 +351,7 @@ def _agrees(fused: FusedLayer) -> bool:
     """Return whether a fused layer and its modules agree on random residuals: in their sums and in their attention
     inputs. The residuals are two rows at near and far positions (some families scale queries at far ones). They are
     small, so that bfloat16 preserves the sums."""
-    if any(fused._hooks):  # the comparison would run the same modules twice
+    if not fused.unchanged():  # hooked: the comparison would run the same modules twice
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
