@@ -144,10 +144,10 @@ def compiled(keys: Any, values: Any) -> Compiled:
 def memory_of(tensors: Sequence[Any]) -> list[int]:
     """Return where tensors begin, and the bytes of their storages: these change where a tensor is given other memory,
     or its storage another size."""
-    return [*map(_BEGIN, tensors), *[one.untyped_storage().nbytes() for one in tensors]]
+    return [*map(Tensor.data_ptr, tensors), *map(_STORAGE_BYTES, map(Tensor.untyped_storage, tensors))]
 
 
-_BEGIN = Tensor.data_ptr
+_STORAGE_BYTES = torch.UntypedStorage.nbytes
 
 
 def _tensors_of(keys: Any, values: Any) -> list[Tensor]:

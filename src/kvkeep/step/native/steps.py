@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -63,7 +63,8 @@ def run(
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
     output = torch.empty(1, row, heads, value.shape[3], dtype=torch.bfloat16)
     lse = torch.empty(row, heads)
-    table = address_table(_addresses(steps, tokens, (key.shape[1], key.shape[3], value.shape[3])))
+    (addresses,) = _addresses([steps], tokens, (key.shape[1], key.shape[3], value.shape[3]))
+    table = address_table(addresses)
     kernels().kvkeep_attend_sessions(
         address_of(table), len(table), query, key, value, row, heads, False, scaling, output, lse
     )
@@ -80,14 +81,14 @@ def run_layers(
     for each token. x: (1, tokens, hidden), the input of the first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
-    rows = [_addresses(of_layer, range(len(of_layer))) for of_layer in steps]  # their shapes are the layers'
-    table, counts = address_table([one for row in rows for one in row]), count_table([len(row) for row in rows])
+    by_layer = _addresses(steps, range(x.shape[1]))  # their shapes are the layers'
+    table, counts = address_table([*chain.from_iterable(by_layer)]), count_table([*map(len, by_layer)])
     starts = [address_of(table) + ADDRESS_BYTES * number for number in accumulate(counts, initial=0)]
     kernels().kvkeep_run_layers(
         address_of(layers),
-        address_of(by_layer := address_table(starts[:-1])),
+        address_of(tables := address_table(starts[:-1])),
         address_of(scaling),
-        len(by_layer),
+        len(tables),
         address_of(counts),
         cos,
         sin,
@@ -97,20 +98,27 @@ def run_layers(
 
 
 def _addresses(
-    steps: Sequence[LayerStep], tokens: Sequence[int], shape: tuple[int, int, int] | None = None
-) -> list[int]:
-    """Return where steps lie in the library's form. shape: KV heads, key_dim and value_dim of the new entries; None:
-    the library knows them. Raises BadCall where a step has others."""
-    addresses: list[int] = []
-    for step, token in zip(steps, tokens, strict=True):
-        parts = step.parts
-        forms = [_form(part) for part in parts]
-        lanes = check_lanes(parts, [form.bank for form in forms], shape)
-        for form, part in zip(forms, parts, strict=True):
-            form.write(part)
-            form.struct.token, form.struct.token_lanes = token, lanes
-            addresses.append(form.address)
-    return addresses
+    layers: Sequence[Sequence[LayerStep]], tokens: Sequence[int], shape: tuple[int, int, int] | None = None
+) -> list[list[int]]:
+    """Return where the steps of each layer lie in the library's form, one for each of ``tokens``. shape: KV heads,
+    key_dim and value_dim of the new entries; None: the library knows them. Raises BadCall where a step has others."""
+    found = []
+    for steps in layers:
+        addresses: list[int] = []
+        for step, token in zip(steps, tokens, strict=True):
+            form = _form(step)
+            form.write(step)
+            forms, lanes = [form], form.bank.lanes
+            if step.others or step.first_lane or shape is not None:
+                for part in step.others:
+                    forms.append(form := _form(part))
+                    form.write(part)
+                lanes = check_lanes(step.parts, [one.bank for one in forms], shape)
+            for form in forms:
+                form.struct.token, form.struct.token_lanes = token, lanes
+                addresses.append(form.address)
+        found.append(addresses)
+    return found
 
 
 class _Form:
