@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import ran_out_of_memory
+from kvkeep.models.forward import current_attender
 from kvkeep.models.packed import Packed, PackedLinear
 from kvkeep.models.rotary import replace_rotary
 from kvkeep.native import structures
@@ -286,6 +287,26 @@ class FusedLayers:
         return run_layers(*self.tables, steps, x, *_turns(angles))
 
 
+class FusedList(nn.ModuleList):
+    """The layers of a decoder. Its loop over them ends behind the first one if that has run all."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return this list itself for a slice of all layers, of which transformers makes a copy in every pass."""
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        if index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return nn.ModuleList([*self._modules.values()][index])
+
+    def __iter__(self) -> Iterator[Any]:
+        attender = current_attender()
+        over = attender is None or getattr(attender, "ran_all", True)
+        for layer in self._modules.values():
+            yield layer
+            if not over and attender.ran_all:
+                return
+
+
 def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return cosines and sines in the kernels' layout."""
     cos, sin = angles
@@ -316,6 +337,8 @@ def fuse(model: Any, layers: Any) -> int:
             done.append(fused)
     if done and len(done) == len(layers):
         done[0].all = FusedLayers.of(done)
+        if type(layers) is nn.ModuleList:
+            layers.__class__ = FusedList
     trim_memory()  # releases the joined matrices
     return len(done)
 

@@ -123,13 +123,14 @@ def _taking_tensors(function: Any, types: list[Any]) -> Callable[..., Any]:
     """Return the function with a tensor or None for each KvArray. They are described before ctypes is called, which
     would make an ArgumentError of a BadCall or a KeyboardInterrupt."""
 
+    places = [place for place, kind in enumerate(types) if kind is KvArray]
+
     def call(*given: Any) -> Any:
-        return function(
-            *[
-                array(one) if kind is KvArray and not isinstance(one, KvArray) else one
-                for kind, one in zip(types, given, strict=True)
-            ]
-        )
+        arguments = [*given]
+        for place in places:
+            if not isinstance(one := arguments[place], KvArray):
+                arguments[place] = array(one)
+        return function(*arguments)
 
     return call
 

@@ -127,7 +127,10 @@ class DynamicLayer(CacheLayerMixin):
         """Return the step for the next entry of each head of one row. None where memory has to grow first, or where
         there are several rows."""
         row, keys, values = self._keys.tail.length, self._keys.tail.data, self._values.tail.data
-        if keys is None or values is None or len(keys) > 1 or row == keys.shape[2]:
+        if keys is None or values is None:
+            return None
+        batch, _, rows, _ = keys.shape
+        if batch > 1 or row == rows:
             return None
         last, full = Span(keys, values, 0, row + 1), self._full.span(self._keys.head, self._values.head)
         spans = [last] if full is None else [full, last]

@@ -132,7 +132,7 @@ class _Form:
         starts = accumulate((len(one.pieces) for one in reads), initial=0)
         self._pieces: list[KvPiece] = [self._table[start] for start in [*starts][:-1]]
         self._shown: list[tuple[int, ...]] = [(span.start, span.stop) for span in step.attend]
-        self._beside: dict[str, tuple[Sequence[Tensor | None], list[int]]] = {}
+        self._beside: dict[str, tuple[Sequence[Tensor | None], list[Tensor], list[int]]] = {}
         self.bank = bank_of(step)
         self.struct = KvStep(reduce_max=step.reduce == "max", first_lane=step.first_lane)
         self.address = address_of(self.struct)
@@ -175,16 +175,17 @@ class _Form:
 
     def _show(self, prefix: str, one: Destination, source: Destination | None = None) -> None:
         """Let the structure point to what lies beside entries, unless it does so already."""
-        beside = one[3:]
-        memory, known = memory_of([one for one in beside if one is not None]), self._beside.get(prefix)
-        if known is None or known[1] != memory or not all(map(is_, beside, known[0])):
-            check_beside(one, self.bank.lanes, source)
-            self._beside.pop(prefix, None)  # until all is written
-            for name, tensor in zip(("slots", "scores", "extra", "newest"), beside, strict=True):
-                setattr(self._insert, prefix + name, array(tensor))
-            if source is None and one.slots is not None:
-                self._insert.columns = one.slots.shape[1]
-            self._beside[prefix] = beside, memory
+        beside, known = one[3:], self._beside.get(prefix)
+        if known is not None and all(map(is_, beside, known[0])) and memory_of(known[1]) == known[2]:
+            return
+        check_beside(one, self.bank.lanes, source)
+        self._beside.pop(prefix, None)  # until all is written
+        for name, tensor in zip(("slots", "scores", "extra", "newest"), beside, strict=True):
+            setattr(self._insert, prefix + name, array(tensor))
+        if source is None and one.slots is not None:
+            self._insert.columns = one.slots.shape[1]
+        tensors = [tensor for tensor in beside if tensor is not None]
+        self._beside[prefix] = beside, tensors, memory_of(tensors)
 
 
 _FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]], itemgetter[Any], list[int]]] = {}
