@@ -65,9 +65,9 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each layer's steps were of."""
     calls: list[int] = []
 
-    def counted(of_layer: Any, *given: Any) -> Any:
-        calls.append(len(of_layer))
-        return table(of_layer, *given)
+    def counted(layers: Any, *given: Any) -> Any:
+        calls.extend(map(len, layers))
+        return table(layers, *given)
 
     table = steps._addresses
     monkeypatch.setattr(steps, "_addresses", counted)

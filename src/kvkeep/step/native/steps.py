@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -132,15 +132,17 @@ class _Form:
         starts = accumulate((len(one.pieces) for one in reads), initial=0)
         self._pieces: list[KvPiece] = [self._table[start] for start in [*starts][:-1]]
         self._shown: list[tuple[int, ...]] = [(span.start, span.stop) for span in step.attend]
-        self._beside: dict[str, tuple[Sequence[Tensor | None], list[Tensor], list[int]]] = {}
         self.bank = bank_of(step)
         self.struct = KvStep(reduce_max=step.reduce == "max", first_lane=step.first_lane)
         self.address = address_of(self.struct)
         self._insert, self._attention = self.struct.insert, self.struct.attention
         self._ranks, self._received = self._insert.ranks, self.struct.received
         self._insert.keys, self._insert.values = rows(append.keys), rows(append.values)
+        self._point("", append)
+        self._insert.columns = 0 if append.slots is None else append.slots.shape[1]
         if evict is not None:
             self._insert.evicted_keys, self._insert.evicted_values = rows(evict.keys), rows(evict.values)
+            self._point("evicted_", evict, append)
         attention = self._attention
         attention.lanes, attention.queries, attention.causal_offset = self.bank.lanes, 1, -1
         attention.dim, attention.value_dim = self.bank.widths
@@ -160,54 +162,37 @@ class _Form:
         check_token(step, self.bank, entries)
         self._attention.entries = entries
         insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
-        if append.slots is not None or not append.scores is append.extra is append.newest is None:
-            self._show("", append)
         if step.ranks is not None:
             describe(self._ranks, step.ranks)
         if step.new_scores is not None:
             insert.new_scores = array(step.new_scores)
         if evict is not None:
             insert.evicted_row = evict.row
-            if evict.slots is not None or not evict.scores is evict.extra is evict.newest is None:
-                self._show("evicted_", evict, append)
         if step.received is not None:
             describe(self._received, step.received)
 
-    def _show(self, prefix: str, one: Destination, source: Destination | None = None) -> None:
-        """Let the structure point to what lies beside entries, unless it does so already."""
-        beside, known = one[3:], self._beside.get(prefix)
-        if known is not None and all(map(is_, beside, known[0])) and memory_of(known[1]) == known[2]:
-            return
+    def _point(self, prefix: str, one: Destination, source: Destination | None = None) -> None:
+        """Let the structure point to what lies beside entries."""
         check_beside(one, self.bank.lanes, source)
-        self._beside.pop(prefix, None)  # until all is written
-        for name, tensor in zip(("slots", "scores", "extra", "newest"), beside, strict=True):
+        for name, tensor in zip(("slots", "scores", "extra", "newest"), one[3:], strict=True):
             setattr(self._insert, prefix + name, array(tensor))
-        if source is None and one.slots is not None:
-            self._insert.columns = one.slots.shape[1]
-        tensors = [tensor for tensor in beside if tensor is not None]
-        self._beside[prefix] = beside, tensors, memory_of(tensors)
 
 
 _FORMS: dict[tuple[Any, ...], tuple[_Form, list[weakref.ref[Any]], itemgetter[Any], list[int]]] = {}
-"""By what :func:`_form` says, as long as all keys and values live: a form, its parts, what takes the tensors of these,
-and where they and the form's other tensors lie (:func:`memory_of`)."""
+"""By what :func:`_form` says, as long as all its parts live: a form, these, what takes the tensors among them, and
+where they and the form's other tensors lie (:func:`memory_of`)."""
 
 
 def _form(step: LayerStep) -> _Form:
-    """Return the form of the steps with these keys, values and ``seen``, and with the same fields, which is made
-    once."""
+    """Return the form of the steps with these tensors and codes, and with the same fields, which is made once."""
     append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _ = step
-    parts = [append.keys, append.values]
-    if seen is not None:
-        parts.append(seen)
-    left = None
+    keys, values, _, *parts = append
+    parts += keys, values, seen
     if evict is not None:
-        parts += evict.keys, evict.values
-        left = evict.slots is None
+        parts += evict[:2] + evict[3:]
     for span in attend:
         parts += span[:2]
-    missing = append.slots is None, left, seen is None, ranks is None, new_scores is None, received is None
-    name = (first_lane, reduce, missing, *map(id, parts))
+    name = (first_lane, reduce, evict is None, ranks is None, new_scores is None, received is None, *map(id, parts))
     known = _FORMS.get(name)
     if known is not None:
         form, _, pick, memory = known
@@ -216,6 +201,6 @@ def _form(step: LayerStep) -> _Form:
     places = {id(one): at for at, one in enumerate(parts) if isinstance(one, Tensor)}.values()  # each tensor once
     form, pick = _Form(step), itemgetter(*places)
     # A partial is called without a line of Python, in which Ctrl-C could end it.
-    refs = [weakref.ref(one, partial(_FORMS.pop, name)) for one in parts]
+    refs = [weakref.ref(one, partial(_FORMS.pop, name)) for one in parts if one is not None]
     _FORMS[name] = form, refs, pick, memory_of(pick(parts) + form.inner)
     return form
