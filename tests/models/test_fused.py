@@ -178,6 +178,43 @@ def test_changes_of_a_fused_layer_count(change: str, made: Any) -> None:
     assert not torch.equal(logits(model, IDS[:1, 9:10], cache=caches[1]), token)
 
 
+def test_the_first_layer_is_the_only_one_called_where_it_runs_all(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called, forward = made("llama"), [], FusedLayer.__call__
+
+    def counted(self: FusedLayer, *given: Any, **more: Any) -> Any:
+        called.append(self.attention.layer_idx)
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(FusedLayer, "__call__", counted)
+    cache = KeepCache(model, "full")
+    for ids, wanted in ((IDS[:1, :9], [0, 1, 2, 3]), (IDS[:1, 9:10], [0]), (IDS[:1, 10:12], [0, 1, 2, 3])):
+        called.clear()
+        logits(model, ids, cache=cache)
+        assert called == wanted
+
+
+def test_another_layer_in_the_place_of_a_fused_one_runs(made: Any) -> None:
+    model, other = copy.deepcopy(made("llama")), copy.deepcopy(made("llama"))
+    layers = model.model.layers
+    layers[1] = copy.deepcopy(layers[1])
+    CHANGES["down"](layers[1])
+    found = []
+    for one in (model, other):
+        cache = KeepCache(one, "full")
+        logits(one, IDS[:1, :9], cache=cache)
+        found.append(logits(one, IDS[:1, 9:10], cache=cache))
+    assert not torch.equal(*found)
+    assert_alike(found[0], logits(plain(model), IDS[:1, :10])[:, -1:])
+
+
+def test_the_layers_are_a_list_as_before(made: Any) -> None:
+    layers = made("llama").model.layers
+    every = [layers[number] for number in range(4)]
+    assert [*layers] == [*layers[:4]] == [*layers[:]] == every and len(layers) == 4
+    part = layers[1:3]
+    assert type(part) is torch.nn.ModuleList and [*part] == every[1:3]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_a_fused_model_are_independent(copied: Any, made: Any) -> None:
     model = copy.deepcopy(made("qwen3"))

@@ -29,7 +29,6 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.adapter import Adapter, decoder_of, layers_of
 from kvkeep.models.chunks import all_but_last_chunk, check_input
 from kvkeep.models.forward import Hooks, Reading, current_attender, current_probe, set_attender
-from kvkeep.models.fused import FusedLayer
 from kvkeep.models.same_text import PREPARE, prepare
 
 NAME = "kvkeep"
@@ -172,11 +171,7 @@ class Binding:
                     "need; use method 'full'."
                 )
             for index, layer in enumerate(layers):
-                if isinstance(layer.forward, FusedLayer):
-                    layer.forward.enter = partial(_entering, index)
-                else:
-                    hook = partial(_entering_module, index)
-                    handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
             adapter = Adapter(model)
         except BaseException:
             for handle in handles:
@@ -225,20 +220,20 @@ def bind(model: Any) -> Adapter:
         return watch(model).stream()
 
 
-def _entering_module(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _entering(index, args[0] if args else kwargs["hidden_states"])
-
-
-def _entering(index: int, hidden: Tensor) -> None:
+def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Report the residual entering layer ``index``."""
     # The decorator that keeps this out of compiled code costs as much as a small kernel, in every layer and step.
-    (_enter_uncompiled if torch.compiler.is_compiling() else _enter)(index, hidden)
+    (_enter_uncompiled if torch.compiler.is_compiling() else _enter)(index, args, kwargs)
 
 
-def _enter(index: int, hidden: Tensor) -> None:
-    if (probe := current_probe()) is not None:
+def _enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    probe, attender = current_probe(), current_attender()
+    if probe is None and attender is None:
+        return
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if probe is not None:
         probe(index, hidden)
-    if (enter := getattr(current_attender(), "enter_layer", None)) is not None:
+    if (enter := getattr(attender, "enter_layer", None)) is not None:
         enter(index, hidden)
 
 

@@ -79,7 +79,7 @@ class Weights:
         for one, weight in zip(self._norms, now, strict=True):
             if weight is None or not torch.equal(weight.detach().float() + one.offset, one.weight):
                 return False
-        self._tracked = [one for one in now if not one.is_inference()]  # type: ignore[union-attr]
+        self._tracked = [one for one in now if one is not None and not one.is_inference()]
         self._known = now
         self._state = self._seen()
         return True
@@ -93,10 +93,10 @@ _VERSION = attrgetter("_version")
 
 class Unchanged:
     """What fused layers assume: they have the modules and weights that they had, and none of these modules has a
-    hook, which only a call of the module would run. With ``whole`` layers, neither has a layer itself."""
+    hook, which only a call of the module would run."""
 
-    def __init__(self, layers: Sequence[FusedLayer], whole: bool = False) -> None:
-        inner = [part for one in layers for part in one.layer.modules() if whole or part is not one.layer]
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        inner = [part for one in layers for part in one.layer.modules() if part is not one.layer]
         self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         # Adapters replace modules.
         self._holders = [part._modules for one in layers for part in (one.layer, one.attention, one.layer.mlp)]
@@ -113,9 +113,6 @@ class Unchanged:
 
 class FusedLayer:
     """Replaces the forward of a decoder layer."""
-
-    enter: Callable[[Tensor], None] | None = None
-    """Called with the input of the layer, (batch, new, hidden_size), unless all layers run in one call."""
 
     def __init__(self, layer: Any) -> None:
         """Raise AttributeError or TypeError if the layer has another layout."""
@@ -208,8 +205,6 @@ class FusedLayer:
         hooks = getattr(cache, "hooks", None)
         if hooks is not None and hooks.ran_all:
             return hidden_states
-        if self.enter is not None:
-            self.enter(hidden_states)
         interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
         if (
             args
@@ -255,20 +250,24 @@ class FusedLayer:
 class FusedLayers:
     """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer."""
 
-    def __init__(self, layers: Sequence[FusedLayer]) -> None:
-        self.layers, self._unchanged = layers, Unchanged(layers, whole=True)
+    def __init__(self, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> None:
+        self.layers, self._unchanged, self._modules = layers, Unchanged(layers), modules
+        self._hooks = [one.layer._forward_hooks for one in layers]
+        self._hooks_before = [one.layer._forward_pre_hooks for one in layers]
 
     @classmethod
-    def of(cls, layers: Sequence[FusedLayer]) -> FusedLayers | None:
-        """Return an object that runs ``layers``; None if their layouts differ."""
+    def of(cls, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> FusedLayers | None:
+        """Return an object that runs ``layers``, those of ``modules``; None if their layouts differ."""
         shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
-        return cls(layers) if len(shapes) == 1 and ordered else None
+        return cls(layers, modules) if len(shapes) == 1 and ordered else None
 
     def can_run(self, steps: Sequence[Any]) -> bool:
-        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or changed."""
-        forwards = [one.layer.forward for one in self.layers]
-        return len(steps) == len(self.layers) and forwards == self.layers and self._unchanged()
+        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or changed. A cache's
+        hook on the input of a layer does not count."""
+        if len(steps) != len(self.layers) or any(self._hooks) or max(map(len, self._hooks_before)) > 1:
+            return False
+        return [one.forward for one in self._modules._modules.values()] == self.layers and self._unchanged()
 
     @functools.cached_property
     def tables(self) -> tuple[Any, Any]:
@@ -299,11 +298,11 @@ class FusedList(nn.ModuleList):
         return nn.ModuleList([*self._modules.values()][index])
 
     def __iter__(self) -> Iterator[Any]:
-        attender = current_attender()
-        over = attender is None or getattr(attender, "ran_all", True)
+        attender: Any = current_attender()
+        may_end = not getattr(attender, "ran_all", True)
         for layer in self._modules.values():
             yield layer
-            if not over and attender.ran_all:
+            if may_end and attender.ran_all:
                 return
 
 
@@ -336,7 +335,7 @@ def fuse(model: Any, layers: Any) -> int:
             layer.forward = fused
             done.append(fused)
     if done and len(done) == len(layers):
-        done[0].all = FusedLayers.of(done)
+        done[0].all = FusedLayers.of(done, layers)
         if type(layers) is nn.ModuleList:
             layers.__class__ = FusedList
     trim_memory()  # releases the joined matrices
