@@ -230,16 +230,19 @@ class CacheStream:
         """Return the step of a single token in each layer that can plan it."""
         if not self._plannable or self._latent:
             return {}
-        steps = {index: step for index in self._single if (step := self.layers[index].plan()) is not None}
-        groups = dict[Hashable, list[int]]()
-        for index, step in steps.items():
-            if self.streams and (key := self.layers[index].resident.group) is not None:
-                groups.setdefault((key, step.entries), []).append(index)
+        steps, groups = dict[int, LayerStep](), dict[Hashable, list[tuple[int, LayerStep, Any]]]()
+        for index in self._single:
+            layer = self.layers[index]
+            if (step := layer.plan()) is None:
+                continue
+            steps[index] = step
+            if self.streams and (key := layer.resident.group) is not None:
+                groups.setdefault((key, step.entries), []).append((index, step, layer.resident))
         before, self._groups = self._groups, []
         for members in groups.values():
-            residents = [self.layers[index].resident for index in members]
+            indices, planned, residents = zip(*members, strict=True)
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
-            steps |= zip(members, group.plan([steps[index] for index in members]), strict=True)
+            steps |= zip(indices, group.plan(planned), strict=True)
             self._groups.append(group)
         return steps
 

@@ -196,7 +196,7 @@ class Banks:
         bank = self.banks[0]
         if len(self.banks) > 1 or bank.gaps or bank.extra is not None or self.ledger.visible is not None:
             return 0
-        return bank.used if bank.columns else 0
+        return bank.used
 
     def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Give every lane the columns for its row's entries, with the new ``keys`` and ``values`` (lanes, n, dim) after

@@ -202,8 +202,9 @@ class Selected(WorkingSet):
     @property
     def group(self) -> Hashable | None:
         bank = self.banks.banks[0]
-        scored = not self.selector.scores_by_slot and (self.window != 0 or bank.used == bank.columns)
-        return (bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
+        shape = bank.slots.shape
+        scored = not self.selector.scores_by_slot and (self.window != 0 or bank.used == shape[1])
+        return (shape, bank.used, self.length, bank.scores is None) if scored else None
 
     def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
         """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""
