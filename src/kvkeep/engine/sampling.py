@@ -17,6 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from kvkeep.engine.grammar import Grammar
 from kvkeep.errors import KvkeepError, UsageError
 
 SMALLEST = 1e-30
@@ -52,6 +53,8 @@ class Sampling:
     """Subtracted from a token's logit for each of its occurrences in the answer."""
     seed: int | None = None
     """None: a random seed, so the answer cannot be repeated."""
+    grammar: Grammar | None = None
+    """The form that the answer must have; None: any text."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -81,8 +84,8 @@ class Sampling:
         return Sampler(self._processors(prompt), self.sampled, noise)
 
     def _processors(self, prompt: int) -> LogitsProcessorList:
-        """Return the logits processors, in transformers' order."""
-        found: list[LogitsProcessor] = []
+        """Return the logits processors: the grammar's, then others in transformers' order."""
+        found: list[LogitsProcessor] = [] if self.grammar is None else [self.grammar.processor(prompt)]
         if self.repetition != 1.0:
             found.append(RepetitionPenaltyLogitsProcessor(self.repetition))
         if self.presence or self.frequency:

@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from kvkeep.engine.answer import Ask
+from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.pieces import TextPiece, token_texts
 from kvkeep.engine.token_spelling import special_ids
 from kvkeep.errors import EngineStopping
@@ -92,8 +93,9 @@ class Answering:
         cache = await asyncio.to_thread(self._cache, name, body)
         encoding = self.encode(body.given, hold.bytes)
         prompt = await unless_disconnected(request, encoding)
+        grammar = None if body.form() is None else await in_worker(hold.bytes, self._grammar, body)
         hold.tokens(len(prompt))
-        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache))
+        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar)
         reply, stream, named = body.reply(self.model, self.metrics.rejected), body.stream, bool(body.cache())
         if not stream:
             _check_logprobs(ask)
@@ -162,6 +164,15 @@ class Answering:
         worker thread. size: bytes of the request."""
         vocabulary = self.engine.geometry.vocab_size
         return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary))
+
+    def _grammar(self, body: AnswerRequest) -> Grammar | None:
+        """Return the compiled form of an answer. Raises APIError, with the field, for a wrong one."""
+        if (form := body.form()) is None:
+            return None
+        field, text = form
+        with naming_field(field):
+            size, ends = self.engine.geometry.vocab_size, tuple(self.engine.ends)
+            return Grammar(vocabulary(self._tokenizer, size, ends), text())
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""

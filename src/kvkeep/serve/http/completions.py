@@ -6,11 +6,13 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from kvkeep.engine.grammar import of_schema
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.errors import APIError
@@ -53,6 +55,29 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: Text
+
+
+class JsonSchema(Strict):
+    """A JSON Schema with a name."""
+
+    name: Name
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=dict)
+    description: Text | None = None
+    strict: bool = False
+    """Answers always obey the schema."""
+
+
+class ResponseFormat(Strict):
+    """The form of an answer: a JSON object, or JSON with a schema."""
+
+    type: Literal["json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _with_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") is not (self.json_schema is not None):
+            raise wrong("'json_schema' belongs to the type 'json_schema', and to no other")
+        return self
 
 
 class Message(Strict):
@@ -100,6 +125,7 @@ class ChatRequest(AnswerRequest):
     """Continue the last message, which is an answer."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    response_format: ResponseFormat | None = None
 
     @field_validator("max_completion_tokens")
     @classmethod
@@ -114,6 +140,14 @@ class ChatRequest(AnswerRequest):
         messages = known.data.get("messages", [])
         if given and messages and (len(messages) < 2 or messages[-1].role != "assistant"):
             raise wrong("the last message has to be an answer (role 'assistant') to an earlier message")
+        return given
+
+    @field_validator("response_format")
+    @classmethod
+    def _the_only_form(cls, given: ResponseFormat, known: ValidationInfo) -> ResponseFormat:
+        extension = known.data.get("kvkeep")
+        if extension is not None and (extension.regex or extension.grammar):
+            raise wrong("'kvkeep' also gives the answer a form; leave one of them out")
         return given
 
     @field_validator("top_logprobs")
@@ -134,6 +168,13 @@ class ChatRequest(AnswerRequest):
     def token_limit(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_completion_tokens or self.max_tokens
+
+    def form(self) -> tuple[str, Callable[[], str]] | None:
+        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
+        if self.response_format is None:
+            return super().form()
+        schema = self.response_format.json_schema
+        return "response_format", partial(of_schema, {"type": "object"} if schema is None else schema.schema_)
 
     @property
     def logprob_count(self) -> int | None:

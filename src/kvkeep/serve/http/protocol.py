@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -15,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from kvkeep.decode.prompt import PromptText, prompt_text
 from kvkeep.engine.answer import Ask
+from kvkeep.engine.grammar import Grammar, of_lark, of_regex
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.serve.http.errors import APIError
@@ -27,6 +29,8 @@ MAX_STOPS, MAX_STOP = 16, 1000
 """Stop strings of a request, and characters of one."""
 MAX_NAME, MAX_OPTION = 1000, 200
 """Characters of a name (model, user, of a message), and of an option of kvkeep."""
+MAX_FORM = 100_000
+"""Characters of a regular expression or a grammar."""
 MAX_FIELDS = 100
 """Fields of an object, known or not."""
 
@@ -57,6 +61,7 @@ def _not_empty(given: str) -> str:
 Text = Annotated[str, AfterValidator(_complete)]
 Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_complete)]
 Option = Annotated[str, Field(min_length=1, max_length=MAX_OPTION), AfterValidator(_complete)]
+Form = Annotated[str, Field(min_length=1, max_length=MAX_FORM), AfterValidator(_complete)]
 Stop = Annotated[str, Field(max_length=MAX_STOP), AfterValidator(_complete), AfterValidator(_not_empty)]
 
 
@@ -102,6 +107,17 @@ class Extension(Strict):
     at_end: Literal["endless"] | None = None
     """Beyond the model's positions: continue with the method endless; without it, longer prompts are refused. Send it
     with every request of the conversation."""
+    regex: Form | None = None
+    """A regular expression that describes the answer as a whole."""
+    grammar: Form | None = None
+    """A grammar of the answer in the notation of Lark, as llguidance takes it."""
+
+    @field_validator("grammar")
+    @classmethod
+    def _one_form(cls, given: str, known: ValidationInfo) -> str:
+        if known.data.get("regex") is not None:
+            raise wrong("'regex' also describes the answer; leave one of them out")
+        return given
 
 
 # -- requests ---------------------------------------------------------------------------------------------
@@ -183,11 +199,20 @@ class AnswerRequest(Strict):
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
 
-    def ask(self, prompt: list[int], max_tokens: int) -> Ask:
-        """Return the request to the engine."""
+    def form(self) -> tuple[str, Callable[[], str]] | None:
+        """Return the field that gives the answer a form, and what returns this form for
+        :class:`~kvkeep.engine.grammar.Grammar`; None: the answer may be any text."""
+        if self.kvkeep.regex is not None:
+            return "kvkeep.regex", partial(of_regex, self.kvkeep.regex)
+        if self.kvkeep.grammar is not None:
+            return "kvkeep.grammar", partial(of_lark, self.kvkeep.grammar)
+        return None
+
+    def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None) -> Ask:
+        """Return the request to the engine. grammar: the compiled :meth:`form`."""
         sampling = Sampling(
             self.temperature, self.top_p, self.top_k, self.min_p,
-            self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed,
+            self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed, grammar,
         )  # fmt: skip
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Ask(prompt, max_tokens, sampling, stops, self.logprob_count)

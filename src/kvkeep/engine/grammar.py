@@ -1,0 +1,102 @@
+"""Grammars: which tokens may come next in an answer that must have a form, by the library llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import LogitsProcessor
+
+from kvkeep.errors import UsageError
+from kvkeep.plugins import optional
+
+_SPACE = {"whitespace_pattern": r"[ \n\t]{0,16}"}
+"""Between the values of JSON. Without a limit, small models write spaces until the answer's last token."""
+
+
+class Grammar:
+    """The form of an answer, compiled for a vocabulary. It never changes: each answer has a state of its own."""
+
+    def __init__(self, vocabulary: Any, text: str) -> None:
+        """text: in one of llguidance's forms. Raises UsageError, whose sentence ends with its reason, for a form that
+        llguidance does not compile."""
+        LLMatcher = _library().LLMatcher
+        reason = LLMatcher.validate_grammar(text, vocabulary)
+        matcher = LLMatcher(vocabulary, text, log_level=0)
+        if reason or matcher.is_error():
+            raise UsageError(f"The form of the answer cannot be compiled: {_sentence(reason or matcher.get_error())}")
+        self._matcher = matcher
+
+    def processor(self, prompt: int) -> LogitsProcessor:
+        """Return what removes all tokens that the form does not allow from the scores of one answer. prompt: the number
+        of tokens before it."""
+        return _Allowed(self._matcher.deep_copy(), prompt)
+
+
+def of_schema(schema: Mapping[str, Any]) -> str:
+    """Return the form of JSON with a JSON Schema."""
+    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_SPACE))
+
+
+def of_regex(pattern: str) -> str:
+    """Return the form of a text that a regular expression describes as a whole."""
+    return str(_library().LLMatcher.grammar_from_regex(pattern))
+
+
+def of_lark(grammar: str) -> str:
+    """Return the form of a grammar in Lark's notation."""
+    return str(_library().LLMatcher.grammar_from_lark(grammar))
+
+
+def _sentence(reason: str) -> str:
+    """Return what an error of several lines says as the end of a sentence: its first line, and that of an error in
+    it."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    said = lines[:1] + [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return f"{' '.join(said)[:300].rstrip('.')}."
+
+
+def _library() -> Any:
+    return optional("llguidance", "serve")
+
+
+@lru_cache(maxsize=4)
+def vocabulary(tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
+    """Return the tokens of a model as llguidance takes them; this takes some seconds the first time. size: the number
+    of the model's tokens. ends: a tuple of ids that end an answer. Raises UsageError for a tokenizer that llguidance
+    cannot read."""
+    try:
+        return optional("llguidance.hf", "serve").from_tokenizer(tokenizer, n_vocab=size, eos_token=[*ends] or None)
+    except ValueError as error:
+        raise UsageError(f"llguidance cannot read the model's tokenizer ({str(error)[:100]}).") from None
+
+
+class _Allowed(LogitsProcessor):
+    """Gives every token that a form does not allow the score -inf."""
+
+    def __init__(self, matcher: Any, prompt: int) -> None:
+        self._matcher, self._prompt = matcher, prompt
+        self._read: list[int] = []  # tokens of the answer that the matcher has read
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        written = input_ids[0, self._prompt :].tolist()
+        read, shared = self._read, len(self._read)
+        if written[:shared] != read:  # drafts that were rejected
+            shared = next(
+                (n for n, pair in enumerate(zip(written, read, strict=False)) if pair[0] != pair[1]), len(written)
+            )
+            self._matcher.rollback(len(read) - shared)
+        fresh = written[shared:]
+        allowed = self._matcher.validate_tokens(fresh)
+        self._matcher.consume_tokens(fresh[:allowed])
+        self._read = written[: shared + allowed]
+        if allowed < len(fresh):  # after a draft that will be rejected
+            return scores
+        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        if self._matcher.is_error():  # llguidance bounds the work for one token
+            raise UsageError(f"The form of the answer cannot be followed: {_sentence(self._matcher.get_error())}")
+        return scores.masked_fill((bias[: scores.shape[-1]] == 0).to(scores.device), -torch.inf)
