@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,12 +16,15 @@ from itertools import chain
 from typing import Any
 
 from kvkeep.decode.texts import check_text
+from kvkeep.decode.tool_calls import described, knows_tools
 from kvkeep.engine.token_spelling import ALPHABET, SPACE
 from kvkeep.errors import KvkeepError, ModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
 from kvkeep.native.room import has_room
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+"""A role and a content each, and what belongs to calls of tools."""
+Tools = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
 BYTES_PER_BYTE = 640
@@ -54,38 +57,68 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str
     return prompt_text(tokenizer, messages, raw=raw, answer=answer).ids(tokenizer)
 
 
-def prompt_text(tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str = "") -> PromptText:
-    """Return the text of a conversation, as :func:`encode` encodes it. Raises UsageError as it does."""
+def prompt_text(
+    tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str = "", tools: Tools = ()
+) -> PromptText:
+    """Return the text of a conversation, as :func:`encode` encodes it. Raises UsageError as it does. tools: those that
+    the answer may call, as OpenAI describes them; messages may have calls and results."""
     for message in messages:
         check_text(message["content"], "the prompt")
     template = not raw and getattr(tokenizer, "chat_template", None)
+    calls = bool(tools) or any(one["role"] == "tool" or "tool_calls" in one for one in messages)
+    if calls and not (template and knows_tools(tokenizer, tokenizer.get_chat_template())):
+        messages, tools = described(messages, tools), ()
     if template:
-        chat = _chat(tokenizer, messages)
+        chat = _chat(tokenizer, messages, tools)
         return replace(chat, begins=_lacks_beginning(tokenizer, chat)) + as_data(tokenizer, answer)
     text = "\n\n".join(message["content"] for message in messages) + answer
     return PromptText(text) if raw else as_data(tokenizer, text)
 
 
-def _chat(tokenizer: Any, messages: Messages) -> PromptText:
-    """Return the text of a chat template. It is filled with a mark for each name of a special token in a message: a
-    private-use character that occurs in no message."""
+def _chat(tokenizer: Any, messages: Messages, tools: Tools) -> PromptText:
+    """Return the text of a chat template. It is filled with a mark for each name of a special token in a message or a
+    tool: a private-use character that occurs in none."""
     pattern = special_names(tokenizer)
-    found = () if pattern is None else (hit[0] for one in messages for hit in pattern.finditer(one["content"]))
-    hits = dict.fromkeys(found)
+    texts = [*texts_of(messages), *texts_of(tools)]
+    hits = dict.fromkeys(() if pattern is None else (hit[0] for one in texts for hit in pattern.finditer(one)))
     if pattern is None or not hits:
-        return PromptText(fill(tokenizer, messages), begins=False)
-    known = set().union(*(one["content"] for one in messages))
+        return PromptText(fill(tokenizer, messages, tools), begins=False)
+    known = set().union(*texts)
     free = (chr(code) for code in chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)) if chr(code) not in known)
     marks = dict(zip(hits, free, strict=False))
-    marked = [one | {"content": pattern.sub(lambda hit: marks[hit[0]], one["content"])} for one in messages]
+
+    def marked(text: str) -> str:
+        return pattern.sub(lambda hit: marks[hit[0]], text)
+
+    filled_in = fill(tokenizer, _with_texts(messages, marked), _with_texts(tools, marked))
     names: dict[str, str] = {mark: name for name, mark in marks.items()}
     text, data, length = list[str](), list[tuple[int, int]](), 0
-    for part in _parts(f"[{''.join(names)}]", fill(tokenizer, marked)):
+    for part in _parts(f"[{''.join(names)}]", filled_in):
         text.append(names.get(part, part))
         if part in names:
             data.append((length, length + len(text[-1])))
         length += len(text[-1])
     return PromptText("".join(text), data, begins=False)
+
+
+def texts_of(given: Any) -> Iterator[str]:
+    """Yield all texts in messages or tools, the names of fields among them."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from texts_of([*given, *given.values()])
+    elif isinstance(given, Sequence):
+        for one in given:
+            yield from texts_of(one)
+
+
+def _with_texts(given: Any, change: Callable[[str], str]) -> Any:
+    """Return messages or tools with all texts changed, but for the roles of messages."""
+    if isinstance(given, str):
+        return change(given)
+    if isinstance(given, Mapping):
+        return {change(name): one if name == "role" else _with_texts(one, change) for name, one in given.items()}
+    return [_with_texts(one, change) for one in given] if isinstance(given, Sequence) else given
 
 
 def _parts(pattern: str, text: str) -> Iterator[str]:
@@ -115,12 +148,12 @@ class _Form:
     """The roles of messages that the template leaves out."""
 
 
-def fill(tokenizer: Any, messages: Messages) -> str:
+def fill(tokenizer: Any, messages: Messages, tools: Tools = ()) -> str:
     """Return the text of a conversation up to its answer. Raises UsageError if the template rejects the conversation,
     leaves a message out or takes too many steps."""
     try:
         form = _form(tokenizer, tokenizer.get_chat_template(), tuple(one["role"] for one in messages))
-        text = _in_form(tokenizer, messages, form.parts)
+        text = _in_form(tokenizer, messages, form.parts, tools)
     except TemplateTooCostly:
         raise
     except Exception as error:  # a template is the model's code and may raise anything
@@ -162,11 +195,11 @@ def _form(tokenizer: Any, template: str, roles: Sequence[str]) -> _Form:
     return forms[0] if forms else _Form()
 
 
-def _in_form(tokenizer: Any, messages: Messages, parts: bool) -> str:
+def _in_form(tokenizer: Any, messages: Messages, parts: bool, tools: Tools = ()) -> str:
     given: list[Any] = [
         one | {"content": [{"type": "text", "text": one["content"]}]} if parts else one for one in messages
     ]
-    return filled(tokenizer, given)
+    return filled(tokenizer, given, tools)
 
 
 # -- texts ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessor
 from kvkeep.errors import UsageError
 from kvkeep.plugins import optional
 
-_SPACE = {"whitespace_pattern": r"[ \n\t]{0,16}"}
+JSON_SPACE = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 """Between the values of JSON. Without a limit, small models write spaces until the answer's last token."""
 
 
@@ -39,7 +39,7 @@ class Grammar:
 
 def of_schema(schema: Mapping[str, Any]) -> str:
     """Return the form of JSON with a JSON Schema."""
-    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_SPACE))
+    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_SPACE))
 
 
 def of_regex(pattern: str) -> str:

@@ -78,13 +78,16 @@ def compiled(template: str) -> Template:
         raise ModelError(str(error).splitlines()[0][:120] if str(error) else type(error).__name__) from None
 
 
-def filled(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a conversation up to its answer, as transformers' ``apply_chat_template`` writes it.
+def filled(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """Return the text of a conversation up to its answer, as transformers' ``apply_chat_template`` writes it. tools:
+    those that the answer may call, as OpenAI describes them.
 
     Raises TemplateTooCostly for a template that takes too many turns, and whatever else a template raises.
     """
-    template = compiled(tokenizer.get_chat_template())
-    given = {"messages": [dict(one) for one in messages], "tools": None, "documents": None}
+    template = compiled(tokenizer.get_chat_template(tools=tools or None))
+    given = {"messages": [dict(one) for one in messages], "tools": tools or None, "documents": None}
     before = _TAKEN.set([0])
     try:
         return template.render(tokenizer.special_tokens_map | given, add_generation_prompt=True)

@@ -171,8 +171,8 @@ class Answering:
             return None
         field, text = form
         with naming_field(field):
-            size, ends = self.engine.geometry.vocab_size, tuple(self.engine.ends)
-            return Grammar(vocabulary(self._tokenizer, size, ends), text())
+            known = vocabulary(self._tokenizer, self.engine.geometry.vocab_size, tuple(self.engine.ends))
+            return Grammar(known, text(self._tokenizer, known))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""

@@ -6,12 +6,12 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from kvkeep.decode.tool_calls import CallPart, CallReader, Calls
 from kvkeep.engine.grammar import of_schema
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
@@ -19,6 +19,7 @@ from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.protocol import (
     AnswerRequest,
     ChatPrompt,
+    FormOf,
     Name,
     Prompt,
     Reply,
@@ -27,6 +28,7 @@ from kvkeep.serve.http.protocol import (
     Text,
     wrong,
 )
+from kvkeep.serve.http.tools import NamedTool, ToolCall, Tools
 from kvkeep.serve.session import Finished
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -35,9 +37,9 @@ MAX_MESSAGES, MAX_PARTS = 10_000, 1000
 """Messages of a request, and text parts of one message."""
 
 
-def _no_tool(role: Any) -> Any:
-    if role in ("tool", "function"):
-        raise wrong(f"tools are not supported; send what the {role} returned as text in a message of the role 'user'")
+def _no_function(role: Any) -> Any:
+    if role == "function":
+        raise wrong("functions are called tools now; send what it returned in a message of the role 'tool'")
     return role
 
 
@@ -85,9 +87,13 @@ class Message(Strict):
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {"tool_calls": ([],), "annotations": ([],)}
 
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool)]
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_no_function)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
     name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    """The calls of an answer."""
+    tool_call_id: Name | None = None
+    """The call whose result a message of the role 'tool' is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,12 +107,39 @@ class Message(Strict):
         """The text of all parts."""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _calls_of_answers(self) -> Message:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise wrong("'tool_calls' belong to messages of the role 'assistant'")
+        if (self.tool_call_id is not None) is not (self.role == "tool"):
+            raise wrong("'tool_call_id' belongs to messages of the role 'tool', and to all of them")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls is not None:
+            found["tool_calls"] = [one.described() for one in self.tool_calls]
+        return found if self.tool_call_id is None else found | {"tool_call_id": self.tool_call_id}
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+def _with_known_calls(messages: list[Message]) -> list[Message]:
+    """Return the messages. Each result has to be of an earlier call."""
+    known = set[str]()
+    for number, message in enumerate(messages):
+        for call in message.tool_calls or ():
+            if call.id in known:
+                raise wrong(f"two calls have the id '{call.id[:100]}'; each needs one of its own")
+            known.add(call.id)
+        if message.tool_call_id is not None and message.tool_call_id not in known:
+            raise wrong(
+                f"message {number} is the result of the call '{message.tool_call_id[:100]}', which no earlier answer "
+                "has; send that answer, too"
+            )
+    return messages
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES), AfterValidator(_with_known_calls)]
 
 
 class ChatRequest(AnswerRequest):
@@ -114,11 +147,14 @@ class ChatRequest(AnswerRequest):
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
         **AnswerRequest.void,
-        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
-        "response_format": ({"type": "text"},), "modalities": (["text"],),
+        "tools": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],),
     }  # fmt: skip
 
     messages: Annotated[Messages, Field(min_length=1)]
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    """An answer may have several calls."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """OpenAI's newer name of ``max_tokens``."""
     continue_final_message: bool = False
@@ -142,6 +178,16 @@ class ChatRequest(AnswerRequest):
             raise wrong("the last message has to be an answer (role 'assistant') to an earlier message")
         return given
 
+    @field_validator("tool_choice")
+    @classmethod
+    def _of_a_tool(cls, given: str | NamedTool, known: ValidationInfo) -> str | NamedTool:
+        names = [one.function.name for one in known.data.get("tools") or ()]
+        if isinstance(given, NamedTool) and given.function.name not in names:
+            raise wrong(f"no tool is called '{given.function.name[:100]}'; add it to 'tools'")
+        if given == "required" and not names:
+            raise wrong("'required' needs 'tools'; add them, or leave it out")
+        return given
+
     @field_validator("response_format")
     @classmethod
     def _the_only_form(cls, given: ResponseFormat, known: ValidationInfo) -> ResponseFormat:
@@ -159,22 +205,38 @@ class ChatRequest(AnswerRequest):
 
     def given(self) -> Prompt:
         """Return the conversation up to its answer, or to the end of a last message to be continued."""
-        messages = [one.plain() for one in self.messages]
+        messages, tools = [one.plain() for one in self.messages], [one.described() for one in self.tools or ()]
         if not self.continue_final_message:
-            return ChatPrompt(messages)
-        return ChatPrompt(messages[:-1], messages[-1]["content"])
+            return ChatPrompt(messages, tools=tools)
+        return ChatPrompt(messages[:-1], messages[-1]["content"], tools)
 
     @property
     def token_limit(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_completion_tokens or self.max_tokens
 
-    def form(self) -> tuple[str, Callable[[], str]] | None:
+    def form(self) -> tuple[str, FormOf] | None:
         """Return the form of the answer, as :meth:`AnswerRequest.form`."""
-        if self.response_format is None:
-            return super().form()
-        schema = self.response_format.json_schema
-        return "response_format", partial(of_schema, {"type": "object"} if schema is None else schema.schema_)
+        given = self.response_format
+        schema = (
+            None if given is None else {"type": "object"} if given.json_schema is None else given.json_schema.schema_
+        )
+        if self._calls:
+            return "tools", self._possible_calls(schema).form
+        return super().form() if schema is None else ("response_format", lambda *_: of_schema(schema))
+
+    @property
+    def _calls(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def _possible_calls(self, content: dict[str, Any] | None) -> Calls:
+        choice, tools = self.tool_choice, [one.function for one in self.tools or ()]
+        if isinstance(choice, NamedTool):
+            tools = [one for one in tools if one.name == choice.function.name]
+        required = choice != "auto"
+        several = self.parallel_tool_calls and not isinstance(choice, NamedTool)
+        return Calls([(one.name, one.parameters) for one in tools], required, several, content)
 
     @property
     def logprob_count(self) -> int | None:
@@ -183,7 +245,8 @@ class ChatRequest(AnswerRequest):
 
     def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
         """Return the reply."""
-        return Choices(model, True, self.logprobs, self.usage_in_stream, to_error)
+        reader = CallReader() if self._calls else None
+        return Choices(model, True, self.logprobs, self.usage_in_stream, to_error, reader)
 
 
 class TextRequest(AnswerRequest):
@@ -243,11 +306,18 @@ class TokenizeRequest(Strict):
 class Choices:
     """The reply of a request, with one choice. chat: whether it answers a conversation; otherwise it continues a text.
     logprobs: whether it has log-probabilities. with_usage: whether a stream has the numbers of tokens. to_error:
-    converts an exception within a stream to an error."""
+    converts an exception within a stream to an error. reader: finds the calls in an answer that may have some."""
 
     def __init__(
-        self, model: str, chat: bool, logprobs: bool, with_usage: bool, to_error: Callable[[Exception], APIError]
+        self,
+        model: str,
+        chat: bool,
+        logprobs: bool,
+        with_usage: bool,
+        to_error: Callable[[Exception], APIError],
+        reader: CallReader | None = None,
     ) -> None:
+        self._reader = reader
         self._chat, self._logprobs, self._with_usage, self._to_error = chat, logprobs, with_usage, to_error
         self._offset = 0  # characters of the text whose tokens were sent
         prefix, self._kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
@@ -261,10 +331,32 @@ class Choices:
             raise last
         assert isinstance(last, Finished)
         tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
-        choice: dict[str, Any] = {"index": 0, "finish_reason": _reason(last)}
-        choice |= {"message": {"role": "assistant", "content": last.text}} if self._chat else {"text": last.text}
+        choice: dict[str, Any] = {"message": self._message(last.text)} if self._chat else {"text": last.text}
+        choice |= {"index": 0, "finish_reason": self._reason(last)}
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
         return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)}
+
+    def _message(self, text: str) -> dict[str, Any]:
+        """Return an answer's message."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._reader is None:
+            return message
+        calls, content = list[dict[str, Any]](), ""
+        for part in [*self._reader.add(text), *self._reader.rest()]:
+            if isinstance(part, str):
+                content += part
+            elif part.name:
+                calls.append(_call(part))
+            else:
+                calls[-1]["function"]["arguments"] += part.arguments
+        return message | ({"content": content or None, "tool_calls": calls} if calls else {"content": content})
+
+    def _reason(self, answer: Finished) -> str:
+        """Return the finish reason. An answer cut off by the time limit or the server's end has the reason
+        "length"."""
+        if answer.reason != "stop":
+            return "length"
+        return "tool_calls" if self._reader is not None and self._reader.complete else "stop"
 
     async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
         """Yield the answer as server-sent events. An error is an object, and None is a comment."""
@@ -272,12 +364,14 @@ class Choices:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
             if isinstance(event, TextPiece):
-                fields: dict[str, Any] = {"delta": {"content": event.text}} if self._chat else {"text": event.text}
-                yield self._chunk(
-                    fields | ({"logprobs": self._probabilities(event.logprobs)} if self._logprobs else {})
-                )
+                shown = {"logprobs": self._probabilities(event.logprobs)} if self._logprobs else {}
+                fields = self._deltas(event.text) or ([{"delta": {}}] if shown else [])
+                for number, one in enumerate(fields):
+                    yield self._chunk(one if number else one | shown)
             elif isinstance(event, Finished):
-                yield self._chunk({"delta": {}} if self._chat else {"text": ""}, _reason(event))
+                for part in () if self._reader is None else self._reader.rest():
+                    yield self._chunk(_delta(part))
+                yield self._chunk({"delta": {}} if self._chat else {"text": ""}, self._reason(event))
                 if self._with_usage:
                     yield _event(self._head | {"object": self._chunk_kind, "choices": [], "usage": usage(event)})
             elif event is None:
@@ -285,6 +379,12 @@ class Choices:
             else:
                 yield _event(self._to_error(event).body())
         yield "data: [DONE]\n\n"
+
+    def _deltas(self, text: str) -> list[dict[str, Any]]:
+        """Return the next parts of a stream."""
+        if not self._chat:
+            return [{"text": text}]
+        return [_delta(one) for one in ([text] if self._reader is None else self._reader.add(text))]
 
     def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
         choice = {"index": 0, **fields, "finish_reason": reason}
@@ -326,9 +426,18 @@ def usage(answer: Finished) -> dict[str, Any]:
     }
 
 
-def _reason(answer: Finished) -> str:
-    """Return the finish reason. An answer cut off by the time limit or the server's end has the reason "length"."""
-    return "stop" if answer.reason == "stop" else "length"
+def _call(part: CallPart) -> dict[str, Any]:
+    """Return the beginning of a call."""
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _delta(part: str | CallPart) -> dict[str, Any]:
+    """Return a part of an answer as a part of a stream."""
+    if isinstance(part, str):
+        return {"delta": {"content": part}}
+    call = _call(part) if part.name else {"function": {"arguments": part.arguments}}
+    return {"delta": {"tool_calls": [{"index": part.index, **call}]}}
 
 
 def _event(body: dict[str, Any]) -> str:

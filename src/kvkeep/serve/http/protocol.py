@@ -8,13 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvkeep.decode.prompt import PromptText, prompt_text
+from kvkeep.decode.prompt import PromptText, prompt_text, texts_of
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.grammar import Grammar, of_lark, of_regex
 from kvkeep.engine.pieces import TextPiece
@@ -127,12 +126,16 @@ class Extension(Strict):
 class ChatPrompt:
     """A prompt of messages, as chat templates take them."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     answer: str = ""
     """The beginning of the answer, which the model continues."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that the answer may call."""
 
 
 Prompt = str | list[int] | ChatPrompt
+FormOf = Callable[[Any, Any], str]
+"""Returns a form for :class:`~kvkeep.engine.grammar.Grammar`, given the tokenizer and llguidance's vocabulary."""
 
 
 StreamEvent = TextPiece | Finished | Exception
@@ -199,13 +202,14 @@ class AnswerRequest(Strict):
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
 
-    def form(self) -> tuple[str, Callable[[], str]] | None:
-        """Return the field that gives the answer a form, and what returns this form for
-        :class:`~kvkeep.engine.grammar.Grammar`; None: the answer may be any text."""
-        if self.kvkeep.regex is not None:
-            return "kvkeep.regex", partial(of_regex, self.kvkeep.regex)
-        if self.kvkeep.grammar is not None:
-            return "kvkeep.grammar", partial(of_lark, self.kvkeep.grammar)
+    def form(self) -> tuple[str, FormOf] | None:
+        """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
+        text."""
+        regex, grammar = self.kvkeep.regex, self.kvkeep.grammar
+        if regex is not None:
+            return "kvkeep.regex", lambda *_: of_regex(regex)
+        if grammar is not None:
+            return "kvkeep.grammar", lambda *_: of_lark(grammar)
         return None
 
     def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None) -> Ask:
@@ -240,8 +244,9 @@ def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
             raise APIError(400, sentence, "invalid_value", "prompt")
     else:
         if isinstance(prompt, ChatPrompt):
-            _check_characters(sum(len(one["content"]) for one in prompt.messages) + len(prompt.answer))
-            text = prompt_text(tokenizer, [{**one} for one in prompt.messages], answer=prompt.answer)
+            _check_characters(sum(map(len, texts_of([prompt.messages, prompt.tools]))) + len(prompt.answer))
+            messages = [{**one} for one in prompt.messages]
+            text = prompt_text(tokenizer, messages, answer=prompt.answer, tools=prompt.tools)
         else:
             _check_characters(len(prompt))
             text = PromptText(prompt)
