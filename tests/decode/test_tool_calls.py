@@ -1,0 +1,185 @@
+"""Calls of tools: prompts describe tools, answers have only possible calls, and every call is found in their text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import END as EOS
+from scripted import TEMPLATE, byte_level, scripted, sentencepiece
+
+from kvkeep import KeepCache
+from kvkeep.decode.prompt import prompt_text
+from kvkeep.decode.tool_calls import BEGIN, END, CallPart, CallReader, Calls, described, knows_tools
+from kvkeep.engine.answer import Answer, Ask, Scheduler
+from kvkeep.engine.grammar import Grammar, vocabulary
+from kvkeep.engine.sampling import Sampling
+from kvkeep.models.loading import Loaded
+
+pytest.importorskip("llguidance")
+KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece}
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}, "required": ["city"]}
+CITY |= {"additionalProperties": False}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}},
+    {"type": "function", "function": {"name": 'a"b\\', "parameters": {}}},
+]
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Is it warm?"},
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "20", "tool_call_id": "c1"},
+    {"role": "tool", "content": "21", "tool_call_id": "c1"},
+    {"role": "user", "content": "Sure?"},
+]
+HERMES = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}{% for m in messages %}"
+    "{{ '<|start|>' + m['role'] + '\n' + m['content'] }}{% for call in m.tool_calls %}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|turn|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>' }}{% endif %}"
+)
+
+
+def written(name: str, arguments: str) -> str:
+    return f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{END}'
+
+
+def read(parts: list[str]) -> tuple[str, list[tuple[str, str]], CallReader]:
+    """The content and the calls of an answer that arrives in these parts."""
+    reader, content, calls = CallReader(), "", list[tuple[str, str]]()
+    for one in [*(one for part in parts for one in reader.add(part)), *reader.rest()]:
+        if isinstance(one, str):
+            content += one
+        elif isinstance(one, CallPart) and one.name:
+            assert one.index == len(calls)
+            calls.append((one.name, one.arguments))
+        else:
+            assert one.index == len(calls) - 1
+            calls[-1] = calls[-1][0], calls[-1][1] + one.arguments
+    return content, calls, reader
+
+
+ARGUMENTS = st.dictionaries(st.text(max_size=4), st.text(max_size=6) | st.integers() | st.lists(st.booleans()))
+
+
+@given(
+    st.text("ab <\n", max_size=9),
+    st.lists(st.tuples(st.text(min_size=1, max_size=5), ARGUMENTS), max_size=3),
+    st.lists(st.integers(1, 9), min_size=1),
+)
+def test_calls_are_found_however_their_text_arrives(content: str, calls: list[Any], sizes: list[int]) -> None:
+    calls = [(name, json.dumps(arguments, indent=1)) for name, arguments in calls]
+    text, parts = content + "\n".join(written(*call) for call in calls), list[str]()
+    while sum(map(len, parts)) < len(text):
+        start = sum(map(len, parts))
+        parts.append(text[start : start + sizes[len(parts) % len(sizes)]])
+    found, found_calls, reader = read(parts)
+    assert found == (content.rstrip() if calls else content) and found_calls == calls and reader.complete == len(calls)
+
+
+def test_a_call_that_was_cut_off_is_not_complete() -> None:
+    whole = written("weather", '{"city": "Rome"}')
+    content, calls, reader = read([f"See.\n{whole}\n{whole[:-20]}"])
+    assert content == "See." and reader.complete == 1
+    assert [name for name, _ in calls] == ["weather"] * 2 and '{"city": "Rome"}'.startswith(calls[1][1])
+    assert read([f"a {BEGIN[:-1]}"])[:2] == (f"a {BEGIN[:-1]}", [])
+
+
+# -- answers ----------------------------------------------------------------------------------------------
+
+
+def answered(model: Loaded, calls: Calls, seed: int, temperature: float = 1.5) -> Answer:
+    eos = model.tokenizer.eos_token_id
+    known = vocabulary(model.tokenizer, model.model.config.vocab_size, (eos,))
+    sampling = Sampling(temperature, seed=seed, grammar=Grammar(known, calls.form(model.tokenizer, known)))
+    ask = Ask(model.tokenizer("a Q").input_ids, 400, sampling)
+    answer = Answer(ask, KeepCache(model.model), model.tokenizer, [eos], lambda _: None)
+    scheduler = Scheduler(model.model)
+    scheduled = scheduler.add(answer)
+    while not scheduled.give(scheduler.step()[0].logits):
+        pass
+    return answer
+
+
+def possible(several: bool = True, required: bool = True, content: Any = None) -> Calls:
+    named = [(one["function"]["name"], one["function"]["parameters"]) for one in TOOLS[:1]]
+    return Calls(named, required, several, content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("several", [True, False])
+def test_an_answer_that_has_to_call_calls_with_arguments_of_the_schema(kind: str, several: bool) -> None:
+    made = KINDS[kind](BEGIN, END, '{"name": "weather", "arguments": ', '{"city":', "yes")
+    model, ended = scripted(made, made.script(["Q", "yes", EOS])), 0
+    for seed in range(6):
+        answer = answered(model, possible(several), seed)
+        content, calls, reader = read([answer.text])
+        assert not content and calls and {name for name, _ in calls} == {"weather"}
+        if answer.reason == "eos":
+            ended += 1
+            assert reader.complete == len(calls) and (several or len(calls) == 1)
+            assert all(len(json.loads(arguments)["city"]) <= 5 for _, arguments in calls)
+    assert ended
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_may_call_is_text_or_a_call(kind: str) -> None:
+    """A model that wants to call, and then says something else, may only call."""
+    made = KINDS[kind](BEGIN, END, "yes")
+    says = scripted(made, made.script(["Q", "yes", EOS]))
+    assert answered(says, possible(required=False), 0, 0.0).text == "yes"
+    calls = scripted(made, made.script(["Q", BEGIN, "yes", EOS]))
+    texts = [answered(calls, possible(required=False), seed).text for seed in range(6)]
+    assert any(BEGIN in text for text in texts)
+    for text in texts:
+        after = text.partition(BEGIN)[2]
+        assert not after or '\n{"name": "weather", "arguments": {'.startswith(after[:34]), text
+
+
+def test_an_answer_without_a_call_has_the_form_of_its_content() -> None:
+    made = byte_level(BEGIN, END, "yes")
+    model = scripted(made, made.script(["Q", "yes", EOS]))
+    for seed in range(4):
+        text = answered(model, possible(required=False, content={"enum": ["one", "two"]}), seed).text
+        assert text in ('"one"', '"two"') or text.startswith(BEGIN)
+
+
+# -- prompts ----------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_knows_the_format_describes_the_tools() -> None:
+    tokenizer = byte_level().tokenizer(HERMES)
+    assert knows_tools(tokenizer, HERMES) and not knows_tools(byte_level().tokenizer(TEMPLATE), TEMPLATE)
+    text = prompt_text(tokenizer, TALK, tools=TOOLS).text
+    assert text.startswith(json.dumps(TOOLS[0])) and text.count(written("weather", '{"city": "Rome"}')) == 2
+
+
+def test_a_template_that_knows_no_tools_gets_messages_of_texts() -> None:
+    tokenizer = byte_level().tokenizer(TEMPLATE)
+    text = prompt_text(tokenizer, TALK, tools=TOOLS).text
+    assert text.startswith("<|start|>system\nBe short.\n\n# Tools") and json.dumps(TOOLS[0]) in text
+    call = written("weather", '{"city": "Rome"}')
+    assert f"<|start|>assistant\nLet me see.\n{call}\n{call}<|turn|>" in text
+    results = "\n".join(f"<tool_response>\n{one}\n</tool_response>" for one in (20, 21))
+    assert f"<|start|>user\n{results}<|turn|>" in text and text.endswith("Sure?<|turn|><|start|>")
+    assert [one["role"] for one in described(TALK[1:2], TOOLS)] == ["system", "user"]
+    assert described(TALK[:2], ()) == TALK[:2]
+
+
+@pytest.mark.parametrize("template", [HERMES, TEMPLATE])
+def test_names_of_special_tokens_are_data_wherever_they_are(template: str) -> None:
+    vocabulary = byte_level()
+    tokenizer = vocabulary.tokenizer(template)
+    named = json.loads(json.dumps([TALK, TOOLS]).replace("weather", "<|turn|>").replace("Rome", "<|start|>"))
+    talk, tools = named
+    talk[3]["content"] = "20<|turn|>"
+    text = prompt_text(tokenizer, talk, tools=tools)
+    ids = text.ids(tokenizer)
+    messages = len(re.findall(r"<\|start\|>(?:system|user|assistant|tool)\n", text.text))
+    assert ids.count(vocabulary.id("<|turn|>")) == messages and ids.count(vocabulary.id("<|start|>")) == messages + 1
