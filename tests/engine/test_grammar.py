@@ -13,7 +13,8 @@ from scripted import END, byte_level, scripted, sentencepiece
 
 from kvkeep import KeepCache
 from kvkeep.engine.answer import Answer, Ask, Scheduler
-from kvkeep.engine.grammar import Grammar, of_lark, of_regex, of_schema, vocabulary
+from kvkeep.engine.forms import of_lark, of_regex, of_schema
+from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kvkeep.engine.grammar import JSON_SPACE
+from kvkeep.engine.forms import JSON_SPACE
 from kvkeep.engine.token_spelling import special_ids
 from kvkeep.models.chat_templates import filled
 

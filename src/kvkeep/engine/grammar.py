@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessor
 
+from kvkeep.engine.forms import llguidance
 from kvkeep.errors import UsageError
 from kvkeep.plugins import optional
-
-JSON_SPACE = {"whitespace_pattern": r"[ \n\t]{0,16}"}
-"""Between the values of JSON. Without a limit, small models write spaces until the answer's last token."""
 
 
 class Grammar:
@@ -24,7 +21,7 @@ class Grammar:
     def __init__(self, vocabulary: Any, text: str) -> None:
         """text: in one of llguidance's forms. Raises UsageError, whose sentence ends with its reason, for a form that
         llguidance does not compile."""
-        LLMatcher = _library().LLMatcher
+        LLMatcher = llguidance().LLMatcher
         reason = LLMatcher.validate_grammar(text, vocabulary)
         matcher = LLMatcher(vocabulary, text, log_level=0)
         if reason or matcher.is_error():
@@ -37,31 +34,12 @@ class Grammar:
         return _Allowed(self._matcher.deep_copy(), prompt)
 
 
-def of_schema(schema: Mapping[str, Any]) -> str:
-    """Return the form of JSON with a JSON Schema."""
-    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_SPACE))
-
-
-def of_regex(pattern: str) -> str:
-    """Return the form of a text that a regular expression describes as a whole."""
-    return str(_library().LLMatcher.grammar_from_regex(pattern))
-
-
-def of_lark(grammar: str) -> str:
-    """Return the form of a grammar in Lark's notation."""
-    return str(_library().LLMatcher.grammar_from_lark(grammar))
-
-
 def _sentence(reason: str) -> str:
     """Return what an error of several lines says as the end of a sentence: its first line, and that of an error in
     it."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     said = lines[:1] + [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
     return f"{' '.join(said)[:300].rstrip('.')}."
-
-
-def _library() -> Any:
-    return optional("llguidance", "serve")
 
 
 @lru_cache(maxsize=4)

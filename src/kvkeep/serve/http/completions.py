@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from kvkeep.decode.tool_calls import CallPart, CallReader, Calls
-from kvkeep.engine.grammar import of_schema
+from kvkeep.engine.forms import of_schema
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.errors import APIError

@@ -15,7 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from kvkeep.decode.prompt import PromptText, prompt_text, texts_of
 from kvkeep.engine.answer import Ask
-from kvkeep.engine.grammar import Grammar, of_lark, of_regex
+from kvkeep.engine.forms import of_lark, of_regex
+from kvkeep.engine.grammar import Grammar
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.engine.sampling import Sampling
 from kvkeep.serve.http.errors import APIError
