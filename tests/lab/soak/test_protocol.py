@@ -118,7 +118,12 @@ def errors(folder: Path) -> list[str]:
         fails(openai.AuthenticationError, "invalid_api_key", client("wrong"))
         fails(openai.NotFoundError, "model_not_found", client(), model="gpt-4")
         fails(openai.BadRequestError, "invalid_value", client(), n=2)
-        fails(openai.BadRequestError, "context_length_exceeded", client(), max_tokens=10**6)
+        fails(
+            openai.BadRequestError,
+            "context_length_exceeded",
+            client(),
+            messages=[{"role": "user", "content": "the " * 700}],
+        )
         other = Store(folder).open(f"{sha256(KEYS[0].encode()).hexdigest()[:16]}/taken")
         fails(openai.ConflictError, "session_in_use", client(), extra_body={"kvkeep": {"session": "taken"}})
         other.close()

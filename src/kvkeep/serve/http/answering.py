@@ -138,8 +138,8 @@ class Answering:
         return cache
 
     def _max_tokens(self, wanted: int | None, prompt: list[int], cache: Mapping[str, Any]) -> int:
-        """Return the maximum number of tokens of an answer with these cache options. Raises APIError if they exceed the
-        model's context."""
+        """Return the maximum number of tokens of an answer with these cache options: the wanted one, if the model's
+        context has as many after the prompt."""
         context = self.engine.positions(cache)
         if context is None:
             if wanted is not None and wanted > MAX_ANSWER_TOKENS:
@@ -147,15 +147,9 @@ class Answering:
                 raise APIError(400, sentence, "invalid_value", "max_tokens")
             return DEFAULT_MAX_TOKENS if wanted is None else wanted
         left = context - len(prompt)
-        if wanted is not None and wanted > left > 0:
-            raise APIError(
-                400,
-                f"The prompt has {len(prompt)} tokens and 'max_tokens' is {wanted}, but the model's context has "
-                f"{context}; set 'max_tokens' to at most {left}.",
-                "context_length_exceeded",
-                "max_tokens",
-            )
-        return max(1, min(left, DEFAULT_MAX_TOKENS)) if wanted is None else wanted
+        if wanted is None:
+            return max(1, min(left, DEFAULT_MAX_TOKENS))
+        return min(wanted, left) if left > 0 else wanted  # agents ask for more than small models have
 
     # -- tokens -------------------------------------------------------------------------------------------
 
