@@ -52,7 +52,7 @@ def written(name: str, arguments: str) -> str:
 
 def read(parts: list[str]) -> tuple[str, list[tuple[str, str]], CallReader]:
     """The content and the calls of an answer that arrives in these parts."""
-    reader, content, calls = CallReader(), "", list[tuple[str, str]]()
+    reader, content, calls = CallReader(["weather", "time"]), "", list[tuple[str, str]]()
     for one in [*(one for part in parts for one in reader.add(part)), *reader.rest()]:
         if isinstance(one, str):
             content += one
@@ -89,6 +89,26 @@ def test_a_call_that_was_cut_off_is_not_complete() -> None:
     assert content == "See." and reader.complete == 1
     assert [name for name, _ in calls] == ["weather"] * 2 and '{"city": "Rome"}'.startswith(calls[1][1])
     assert read([f"a {BEGIN[:-1]}"])[:2] == (f"a {BEGIN[:-1]}", [])
+
+
+BARE = {
+    "plain": '{"name": "weather", "arguments": {"city": "Rome"}}',
+    "fenced": '```json\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Rome"\n  }\n}\n```',
+    "without a language": '```\n{"name": "weather", "arguments": {"city": "Rome"}}\n```\n',
+}
+
+
+@pytest.mark.parametrize("kind", BARE)
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_an_answer_that_begins_with_the_json_of_a_call_is_one(kind: str, size: int) -> None:
+    text = BARE[kind]
+    content, calls, reader = read([text[start : start + size] for start in range(0, len(text), size)])
+    assert not content and reader.complete == 1
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", {"city": "Rome"})]
+    for other in (text.replace("weather", "other"), text.replace("arguments", "values"), f"So: {text}", text[:20]):
+        assert read([other[start : start + size] for start in range(0, len(other), size)])[:2] == (other, [])
+    cut = read([text[: text.index("Rome")]])
+    assert cut[1][0][0] == "weather" and not cut[2].complete
 
 
 # -- answers ----------------------------------------------------------------------------------------------
@@ -140,6 +160,19 @@ def test_an_answer_that_may_call_is_text_or_a_call(kind: str) -> None:
     for text in texts:
         after = text.partition(BEGIN)[2]
         assert not after or '\n{"name": "weather", "arguments": {'.startswith(after[:34]), text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_without_marks_obeys_the_schema(kind: str) -> None:
+    made = KINDS[kind](BEGIN, END, '{"name": "weather", "arguments":', "yes")
+    model, ended = scripted(made, made.script(["Q", '{"name": "weather", "arguments":', "yes", EOS])), 0
+    for seed in range(6):
+        answer = answered(model, possible(required=False), seed, 0.5)
+        if answer.text.startswith('{"name": "weather", "arguments":') and answer.reason == "eos":
+            _, ((name, arguments),), reader = read([answer.text])
+            assert name == "weather" and len(json.loads(arguments)["city"]) <= 5 and reader.complete == 1
+            ended += 1
+    assert ended
 
 
 def test_an_answer_without_a_call_has_the_form_of_its_content() -> None:

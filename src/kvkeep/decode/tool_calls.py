@@ -2,17 +2,21 @@
 
 The format is the one of Hermes and Qwen: a call is JSON between ``<tool_call>`` and ``</tool_call>``. A template that
 knows it describes the tools. For all others the description is a part of the system prompt, and calls and results are
-texts of messages.
+texts of messages. Some models, as Qwen2.5-Coder, write the JSON of a call without these marks, or as a block of code:
+an answer that begins so is a call.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import regex
 
 from kvkeep.engine.forms import JSON_SPACE
 from kvkeep.engine.token_spelling import special_ids
@@ -21,6 +25,9 @@ from kvkeep.models.chat_templates import filled
 BEGIN, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\n\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
 _TAIL = f"}}\n{END}"
+_BARE = r'\s*(```(json)?\s*)?\{\s*"name":\s*"%s",\s*"arguments":'
+"""The beginning of an answer that is a call without marks."""
+_ANY_BARE = regex.compile(_BARE % "(?P<tool>[\\w-]+)")
 _DESCRIPTION = (
     "# Tools\n\nYou can call functions. These are their descriptions:\n<tools>\n{tools}\n</tools>\n\n"
     "To call a function, write a JSON object with its name and its arguments, in these lines:\n"
@@ -99,15 +106,27 @@ class Calls:
             lines.append(f"start: {begin} call{more}")
         elif self.content is not None:
             lines += [f"start: content | {begin} call{more}", f"content: %json {_schema(self.content)}"]
-        elif begin == BEGIN:
-            lines += [f"start: TEXT | TEXT {begin} call{more}", "TEXT: /(.|\\n)*/"]
         else:
-            lines += [f"start: TEXT | head call{more}", f"head[lazy]: TEXT {begin}", "TEXT: /(.|\\n)*/"]
+            head = f"TEXT {begin}" if begin == BEGIN else "head"
+            lines += [f"start: TEXT | {head} call{more} {self._bare(lines)}", "TEXT: /(.|\\n)*/"]
+            lines += [] if begin == BEGIN else [f"head[lazy]: TEXT {begin}"]
         lines.append(f'call: "\\n" ({call}) "\\n" {end}')
         for number, (name, parameters) in enumerate(self.tools):
             opened = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
             lines.append(f'call_{number}: {json.dumps(opened)} %json {_schema({"type": "object", **parameters})} "}}"')
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
+
+    def _bare(self, lines: list[str]) -> str:
+        """Add the rules of calls without marks to ``lines``, and return them as alternatives."""
+        found = ""
+        for number, (name, parameters) in enumerate(self.tools):
+            if re.fullmatch(r"[\w-]+", name):
+                found += f" | bare_{number}"
+                lines.append(f"begun_{number}[lazy]: /{_BARE % name}/")
+                schema = _schema({"type": "object", **parameters})
+                lines.append(f"bare_{number}: begun_{number} SPACE %json {schema} BARE_END")
+        lines += ["SPACE: /\\s{0,8}/", "BARE_END: /\\s{0,8}\\}\\s{0,8}(```)?\\s{0,8}/"] if found else []
+        return found
 
 
 def _mark(tokenizer: Any, vocabulary: Any, text: str) -> str:
@@ -135,12 +154,13 @@ class CallPart:
 
 
 class CallReader:
-    """Finds the calls in the text of an answer, which arrives in parts and has the form of :class:`Calls`."""
+    """Finds the calls of some tools, by their names, in the text of an answer, which arrives in parts and has the form
+    of :class:`Calls`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Collection[str] = ()) -> None:
         self.complete = 0
         """The number of complete calls."""
-        self._index, self._waiting, self._within = -1, "", "content"
+        self._tools, self._index, self._waiting, self._within = tools, -1, "", "beginning"
 
     def add(self, text: str) -> list[str | CallPart]:
         """Return the next parts of the answer: texts, and parts of calls."""
@@ -153,13 +173,28 @@ class CallReader:
     def rest(self) -> list[str | CallPart]:
         """Return what remains of an answer that ends here."""
         left, self._waiting = self._waiting, ""
+        if self._within == "bare":
+            left = left.lstrip()
+            with suppress(ValueError):  # it was cut off
+                _, end = json.JSONDecoder().raw_decode(left)
+                self.complete, left = 1, left[:end]
         if not left or self._within in ("head", "between"):
             return []
-        return [left if self._within == "content" else CallPart(self._index, "", left)]
+        return [left if self._within in ("beginning", "content") else CallPart(self._index, "", left)]
 
     def _next(self) -> str | CallPart | None:
         """Return the next part; None: more text has to arrive. An empty text says nothing."""
         text = self._waiting
+        if self._within == "bare":
+            return None
+        if self._within == "beginning":
+            hit = _ANY_BARE.match(text, partial=True)
+            if hit is not None and hit.partial and self._tools:
+                return None
+            if hit is not None and not hit.partial and hit["tool"] in self._tools:
+                self._waiting, self._within, self._index = text[hit.end() :], "bare", 0
+                return CallPart(0, hit["tool"], "")
+            self._within = "content"
         if self._within in ("content", "between"):
             before, found, after = text.partition(BEGIN)
             if found:

@@ -245,7 +245,7 @@ class ChatRequest(AnswerRequest):
 
     def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
         """Return the reply."""
-        reader = CallReader() if self._calls else None
+        reader = CallReader([one.function.name for one in self.tools or ()]) if self._calls else None
         return Choices(model, True, self.logprobs, self.usage_in_stream, to_error, reader)
 
 
