@@ -121,6 +121,7 @@ def test_answers_with_one_form_do_not_disturb_each_other() -> None:
         (lambda: of_lark("start: nothing"), "nothing"),
         (lambda: of_schema({"type": "foo"}), "foo"),
         (lambda: of_schema({"$ref": "#/nowhere"}), "nowhere"),
+        (lambda: of_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "No answer can have"),
         (lambda: of_schema({"if": {"type": "string"}, "then": {"minLength": 2}}), "if"),
     ],
 )

@@ -21,6 +21,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA | {"additionalProperties": False}}},
     {"type": "function", "function": {"name": "time", "description": "now", "strict": True}},
 ]
+DEEP = json.loads('{"items":' * 200 + "{}" + "}" * 200)
 ASK: Any = [{"role": "user", "content": "the Q"}]
 
 
@@ -110,6 +111,12 @@ def call(number: str, **function: Any) -> dict[str, Any]:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "has to be 'function'"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name", "at least 1"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "b"}}}]}, "tools", "type: b"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]},
+         "tools.0.function.parameters", "nested deeper"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": DEEP}}},
+         "response_format.json_schema.schema", "nested deeper"),
+        ({"messages": [*ASK, call("1", arguments=json.dumps(DEEP))]},
+         "messages.1.tool_calls.0.function.arguments", "nested deeper"),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", "no tool is called 'a'"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"messages": [*ASK, {"role": "tool", "tool_call_id": "x", "content": "1"}]}, "messages", "no earlier answer"),

@@ -26,6 +26,10 @@ class Grammar:
         matcher = LLMatcher(vocabulary, text, log_level=0)
         if reason or matcher.is_error():
             raise UsageError(f"The form of the answer cannot be compiled: {_sentence(reason or matcher.get_error())}")
+        first = matcher.deep_copy()
+        first.compute_logit_bias()
+        if first.is_error():
+            raise UsageError(f"No answer can have this form: {_sentence(first.get_error())}")
         self._matcher = matcher
 
     def processor(self, prompt: int) -> LogitsProcessor:

@@ -21,6 +21,7 @@ from kvkeep.serve.http.protocol import (
     ChatPrompt,
     FormOf,
     Name,
+    Object,
     Prompt,
     Reply,
     StreamEvent,
@@ -63,7 +64,7 @@ class JsonSchema(Strict):
     """A JSON Schema with a name."""
 
     name: Name
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=dict)
+    schema_: Annotated[Object, Field(alias="schema")] = Field(default_factory=dict)
     description: Text | None = None
     strict: bool = False
     """Answers always obey the schema."""

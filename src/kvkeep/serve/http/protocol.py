@@ -31,6 +31,8 @@ MAX_NAME, MAX_OPTION = 1000, 200
 """Characters of a name (model, user, of a message), and of an option of kvkeep."""
 MAX_FORM = 100_000
 """Characters of a regular expression or a grammar."""
+MAX_DEPTH = 100
+"""Levels of a JSON Schema, and of the arguments of a call."""
 MAX_FIELDS = 100
 """Fields of an object, known or not."""
 
@@ -58,6 +60,18 @@ def _not_empty(given: str) -> str:
     return given
 
 
+def shallow(given: Any) -> Any:
+    """Return an object of any fields. What reads it goes into its depth by calling itself."""
+    layer, depth = [given], 0
+    while layer := [one for part in layer for one in (part.values() if isinstance(part, dict) else part)
+                    if isinstance(one, dict | list)]:  # fmt: skip
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise wrong(f"it is nested deeper than {MAX_DEPTH} levels; make it flatter")
+    return given
+
+
+Object = Annotated[dict[str, Any], AfterValidator(shallow)]
 Text = Annotated[str, AfterValidator(_complete)]
 Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_complete)]
 Option = Annotated[str, Field(min_length=1, max_length=MAX_OPTION), AfterValidator(_complete)]

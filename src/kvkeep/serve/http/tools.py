@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from kvkeep.serve.http.protocol import Name, Strict, Text, wrong
+from kvkeep.serve.http.protocol import Name, Object, Strict, Text, shallow, wrong
 
 MAX_TOOLS = 1000
 
@@ -18,7 +18,7 @@ class Function(Strict):
 
     name: Annotated[Name, Field(min_length=1)]
     description: Text | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Object = Field(default_factory=dict)
     """The JSON Schema of its arguments."""
     strict: bool = False
     """Arguments always obey the schema."""
@@ -79,6 +79,7 @@ class CalledFunction(Strict):
             raise wrong("it is not JSON; send the arguments as they were received") from None
         if not isinstance(found, dict):
             raise wrong("it is JSON, but not an object; send the arguments as they were received")
+        shallow(found)
         return given
 
 
