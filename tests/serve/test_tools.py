@@ -117,6 +117,13 @@ def call(number: str, **function: Any) -> dict[str, Any]:
          "response_format.json_schema.schema", "nested deeper"),
         ({"messages": [*ASK, call("1", arguments=json.dumps(DEEP))]},
          "messages.1.tool_calls.0.function.arguments", "nested deeper"),
+        ({"kvkeep": {"regex": "a+"}}, "tools", "leave one of them out"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"const": "\ud800"}}}]},
+         "tools.0.function.parameters", "half a character"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"const": float("inf")}}}]},
+         "tools.0.function.parameters", "not finite"),
+        ({"messages": [*ASK, call("1", arguments='{"a": "\\ud800"}')]},
+         "messages.1.tool_calls.0.function.arguments", "half a character"),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", "no tool is called 'a'"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"messages": [*ASK, {"role": "tool", "tool_call_id": "x", "content": "1"}]}, "messages", "no earlier answer"),
@@ -129,7 +136,7 @@ def call(number: str, **function: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_tools_is_a_sentence(address: str, change: dict[str, Any], field: str, words: str) -> None:
-    found = post(address, body(**change))
+    found = post(address, json.dumps(body(**change)).encode())  # escaped, as httpx sends no half of a character
     error = found.json()["error"]
     assert found.status_code == 400 and error["param"] == field and words in error["message"], error
     assert error["message"].endswith(".") and "\n" not in error["message"]

@@ -113,18 +113,18 @@ class Calls:
         lines.append(f'call: "\\n" ({call}) "\\n" {end}')
         for number, (name, parameters) in enumerate(self.tools):
             opened = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-            lines.append(f'call_{number}: {json.dumps(opened)} %json {_schema({"type": "object", **parameters})} "}}"')
+            lines.append(f'call_{number}: {json.dumps(opened)} arguments_{number} "}}"')
+            lines.append(f"arguments_{number}: %json {_schema({'type': 'object', **parameters})}")
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
 
     def _bare(self, lines: list[str]) -> str:
         """Add the rules of calls without marks to ``lines``, and return them as alternatives."""
         found = ""
-        for number, (name, parameters) in enumerate(self.tools):
+        for number, (name, _) in enumerate(self.tools):
             if re.fullmatch(r"[\w-]+", name):
                 found += f" | bare_{number}"
                 lines.append(f"begun_{number}[lazy]: /{_BARE % name}/")
-                schema = _schema({"type": "object", **parameters})
-                lines.append(f"bare_{number}: begun_{number} SPACE %json {schema} BARE_END")
+                lines.append(f"bare_{number}: begun_{number} SPACE arguments_{number} BARE_END")
         lines += ["SPACE: /\\s{0,8}/", "BARE_END: /\\s{0,8}\\}\\s{0,8}(```)?\\s{0,8}/"] if found else []
         return found
 

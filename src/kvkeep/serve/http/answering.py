@@ -26,7 +26,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
 from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.protocol import AnswerRequest, Prompt, StreamEvent, encoded
+from kvkeep.serve.http.protocol import AnswerRequest, FormOf, Prompt, StreamEvent, encoded
 from kvkeep.serve.session import Event, Finished, Job, check_name
 
 DEFAULT_MAX_TOKENS = 1024
@@ -93,7 +93,8 @@ class Answering:
         cache = await asyncio.to_thread(self._cache, name, body)
         encoding = self.encode(body.given, hold.bytes)
         prompt = await unless_disconnected(request, encoding)
-        grammar = None if body.form() is None else await in_worker(hold.bytes, self._grammar, body)
+        form = body.form()
+        grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form)
         hold.tokens(len(prompt))
         ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar)
         reply, stream, named = body.reply(self.model, self.metrics.rejected), body.stream, bool(body.cache())
@@ -159,14 +160,11 @@ class Answering:
         vocabulary = self.engine.geometry.vocab_size
         return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary))
 
-    def _grammar(self, body: AnswerRequest) -> Grammar | None:
+    def _grammar(self, field: str, form: FormOf) -> Grammar:
         """Return the compiled form of an answer. Raises APIError, with the field, for a wrong one."""
-        if (form := body.form()) is None:
-            return None
-        field, text = form
         with naming_field(field):
             known = vocabulary(self._tokenizer, self.engine.geometry.vocab_size, tuple(self.engine.ends))
-            return Grammar(known, text(self._tokenizer, known))
+            return Grammar(known, form(self._tokenizer, known))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""

@@ -189,9 +189,9 @@ class ChatRequest(AnswerRequest):
             raise wrong("'required' needs 'tools'; add them, or leave it out")
         return given
 
-    @field_validator("response_format")
+    @field_validator("tools", "response_format")
     @classmethod
-    def _the_only_form(cls, given: ResponseFormat, known: ValidationInfo) -> ResponseFormat:
+    def _the_only_form(cls, given: Any, known: ValidationInfo) -> Any:
         extension = known.data.get("kvkeep")
         if extension is not None and (extension.regex or extension.grammar):
             raise wrong("'kvkeep' also gives the answer a form; leave one of them out")

@@ -5,6 +5,7 @@ A protocol is one file, with its requests and its replies. Any field that is not
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,18 +61,23 @@ def _not_empty(given: str) -> str:
     return given
 
 
-def shallow(given: Any) -> Any:
-    """Return an object of any fields. What reads it goes into its depth by calling itself."""
+def readable(given: Any) -> Any:
+    """Return an object of any fields, if it can be JSON again and is not deep: what reads it calls itself for
+    each level."""
     layer, depth = [given], 0
     while layer := [one for part in layer for one in (part.values() if isinstance(part, dict) else part)
                     if isinstance(one, dict | list)]:  # fmt: skip
         depth += 1
         if depth > MAX_DEPTH:
             raise wrong(f"it is nested deeper than {MAX_DEPTH} levels; make it flatter")
+    try:
+        json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        raise wrong("it contains half a character (a lone surrogate), or a number that is not finite") from None
     return given
 
 
-Object = Annotated[dict[str, Any], AfterValidator(shallow)]
+Object = Annotated[dict[str, Any], AfterValidator(readable)]
 Text = Annotated[str, AfterValidator(_complete)]
 Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_complete)]
 Option = Annotated[str, Field(min_length=1, max_length=MAX_OPTION), AfterValidator(_complete)]

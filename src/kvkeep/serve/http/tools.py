@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from kvkeep.serve.http.protocol import Name, Object, Strict, Text, shallow, wrong
+from kvkeep.serve.http.protocol import Name, Object, Strict, Text, readable, wrong
 
 MAX_TOOLS = 1000
 
@@ -79,7 +79,7 @@ class CalledFunction(Strict):
             raise wrong("it is not JSON; send the arguments as they were received") from None
         if not isinstance(found, dict):
             raise wrong("it is JSON, but not an object; send the arguments as they were received")
-        shallow(found)
+        readable(found)
         return given
 
 
