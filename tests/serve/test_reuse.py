@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from scripted import byte_level, scripted
 
 from kvkeep.blocks.store import Store
 from kvkeep.decode.tool_calls import BEGIN
+from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 
 TEMPLATE = (
@@ -29,14 +32,19 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-SYSTEM, ASK = "Be brief.", "the Q"
+SYSTEM, ASK = "Be brief. " * 30, "the Q"
+
+
+@lru_cache
+def model() -> Loaded:
+    """One that calls a tool. Its weights are random, so it is made once."""
+    vocabulary = byte_level(BEGIN, "</tool_call>", "weather")
+    script = vocabulary.script(['"', "weather"], [">", EOS])
+    return scripted(vocabulary, script, TEMPLATE, positions=4096)
 
 
 def engine(**options: Any) -> Engine:
-    """One whose model calls a tool."""
-    vocabulary = byte_level(BEGIN, "</tool_call>", "weather")
-    script = vocabulary.script(['"', "weather"], [">", EOS])
-    return Engine(scripted(vocabulary, script, TEMPLATE, positions=4096), 10**8, **options)
+    return Engine(model(), 10**8, **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +79,12 @@ def rewritten(answer: Any) -> Any:
 def test_a_call_in_other_words_is_not_read_again(address: str) -> None:
     answer, _, _ = chat(address)
     _, read, reuse = chat(address, rewritten(answer))
-    result = len("<|turn|>") and len("tool\n20assistant\n") + 3
-    assert read <= result and reuse.startswith("reused ") and "differs" not in reuse
+    result = "<|turn|><|start|>tool\n20<|turn|><|start|>assistant\n"
+    assert (
+        read <= len(result.replace("<|turn|>", "t").replace("<|start|>", "s")) + 1
+        and reuse.startswith("reused ")
+        and "differs" not in reuse
+    )
 
 
 def test_an_answer_is_known_by_what_it_says_without_the_id_of_its_call(address: str) -> None:
@@ -97,8 +109,10 @@ def test_a_message_that_differs_is_named(address: str) -> None:
 
 def test_answers_are_known_after_a_restart_in_every_protocol(tmp_path: Path) -> None:
     tool = {"name": "weather", "input_schema": SCHEMA}
-    with serving(engine=engine(store=Store(tmp_path / "store"))) as (address, _):
+    with serving(engine=engine(store=Store(tmp_path / "store"))) as (address, running):
         answer, _, _ = chat(address)
+        while running.call(lambda: bool(running.sessions.storing)).result():
+            time.sleep(0.01)
     (call,) = answer["tool_calls"]
     use = {"type": "tool_use", "id": "x", "name": "weather", "input": json.loads(call["function"]["arguments"])}
     with serving(engine=engine(store=Store(tmp_path / "store"))) as (address, _):
