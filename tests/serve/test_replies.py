@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvkeep.decode.answer_format import HERMES
+from kvkeep.decode.answer_reader import MarkedReader
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.completions import Choices
 from kvkeep.serve.http.errors import api_error
@@ -26,8 +28,10 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
         yield None
         yield Finished("stop", text, (1, 2), 3, 4, 2)
 
+    reader = MarkedReader(HERMES, {}) if chat else None
+
     async def read() -> str:
-        return "".join([one async for one in Choices("tiny", chat, False, with_usage, api_error).stream(events())])
+        return "".join([one async for one in Choices("tiny", False, with_usage, api_error, reader).stream(events())])
 
     return asyncio.run(read()).splitlines()
 

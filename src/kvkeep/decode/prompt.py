@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
+from kvkeep.decode.answer_format import AnswerFormat
+from kvkeep.decode.recognition import answer_format
 from kvkeep.decode.texts import check_text
-from kvkeep.decode.tool_calls import described, knows_tools
+from kvkeep.decode.tool_texts import with_tools
 from kvkeep.engine.token_spelling import ALPHABET, SPACE
 from kvkeep.errors import KvkeepError, ModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
@@ -25,6 +28,8 @@ from kvkeep.native.room import has_room
 Messages = list[dict[str, Any]]
 """A role and a content each, and what belongs to calls of tools."""
 Tools = Sequence[Mapping[str, Any]]
+Variables = Mapping[str, Any]
+EMPTY: Variables = MappingProxyType({})
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
 BYTES_PER_BYTE = 640
@@ -58,31 +63,51 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str
 
 
 def prompt_text(
-    tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str = "", tools: Tools = ()
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    raw: bool = False,
+    answer: str = "",
+    tools: Tools = (),
+    variables: Variables = EMPTY,
 ) -> PromptText:
     """Return the text of a conversation, as :func:`encode` encodes it. Raises UsageError as it does. tools: those that
-    the answer may call, as OpenAI describes them; messages may have calls and results."""
+    the answer may call, as OpenAI describes them; messages may have calls, results and reasoning. variables: more
+    variables of the chat template."""
     for message in messages:
         check_text(message["content"], "the prompt")
     template = not raw and getattr(tokenizer, "chat_template", None)
-    calls = bool(tools) or any(one["role"] == "tool" or "tool_calls" in one for one in messages)
-    if calls and not (template and knows_tools(tokenizer, tokenizer.get_chat_template())):
-        messages, tools = described(messages, tools), ()
+    if tools or any(one["role"] == "tool" or {"tool_calls", "reasoning_content"} & one.keys() for one in messages):
+        format = answer_format(tokenizer) if template else AnswerFormat()
+        if format.describes and tools and not _takes_tools(tokenizer, tools):
+            format = replace(format, describes=False)
+        messages, tools = with_tools(messages, tools, format)
     if template:
-        chat = _chat(tokenizer, messages, tools)
+        chat = _chat(tokenizer, messages, tools, variables)
         return replace(chat, begins=_lacks_beginning(tokenizer, chat)) + as_data(tokenizer, answer)
     text = "\n\n".join(message["content"] for message in messages) + answer
     return PromptText(text) if raw else as_data(tokenizer, text)
 
 
-def _chat(tokenizer: Any, messages: Messages, tools: Tools) -> PromptText:
+def _takes_tools(tokenizer: Any, tools: Tools) -> bool:
+    """Return whether a template that describes tools describes these: some fail on schemas that others know."""
+    try:
+        fill(tokenizer, [{"role": "user", "content": "?"}], tools)
+    except TemplateTooCostly:
+        raise
+    except UsageError:
+        return False
+    return True
+
+
+def _chat(tokenizer: Any, messages: Messages, tools: Tools, variables: Variables) -> PromptText:
     """Return the text of a chat template. It is filled with a mark for each name of a special token in a message or a
     tool: a private-use character that occurs in none."""
     pattern = special_names(tokenizer)
     texts = [*texts_of(messages), *texts_of(tools)]
     hits = dict.fromkeys(() if pattern is None else (hit[0] for one in texts for hit in pattern.finditer(one)))
     if pattern is None or not hits:
-        return PromptText(fill(tokenizer, messages, tools), begins=False)
+        return PromptText(fill(tokenizer, messages, tools, variables), begins=False)
     known = set().union(*texts)
     free = (chr(code) for code in chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)) if chr(code) not in known)
     marks = dict(zip(hits, free, strict=False))
@@ -90,7 +115,7 @@ def _chat(tokenizer: Any, messages: Messages, tools: Tools) -> PromptText:
     def marked(text: str) -> str:
         return pattern.sub(lambda hit: marks[hit[0]], text)
 
-    filled_in = fill(tokenizer, _with_texts(messages, marked), _with_texts(tools, marked))
+    filled_in = fill(tokenizer, _with_texts(messages, marked), _with_texts(tools, marked), variables)
     names: dict[str, str] = {mark: name for name, mark in marks.items()}
     text, data, length = list[str](), list[tuple[int, int]](), 0
     for part in _parts(f"[{''.join(names)}]", filled_in):
@@ -148,12 +173,12 @@ class _Form:
     """The roles of messages that the template leaves out."""
 
 
-def fill(tokenizer: Any, messages: Messages, tools: Tools = ()) -> str:
+def fill(tokenizer: Any, messages: Messages, tools: Tools = (), variables: Variables = EMPTY) -> str:
     """Return the text of a conversation up to its answer. Raises UsageError if the template rejects the conversation,
     leaves a message out or takes too many steps."""
     try:
         form = _form(tokenizer, tokenizer.get_chat_template(), tuple(one["role"] for one in messages))
-        text = _in_form(tokenizer, messages, form.parts, tools)
+        text = _in_form(tokenizer, messages, form.parts, tools, variables)
     except TemplateTooCostly:
         raise
     except Exception as error:  # a template is the model's code and may raise anything
@@ -195,11 +220,12 @@ def _form(tokenizer: Any, template: str, roles: Sequence[str]) -> _Form:
     return forms[0] if forms else _Form()
 
 
-def _in_form(tokenizer: Any, messages: Messages, parts: bool, tools: Tools = ()) -> str:
+def _in_form(tokenizer: Any, messages: Messages, parts: bool, tools: Tools = (), variables: Variables = EMPTY) -> str:
     given: list[Any] = [
-        one | {"content": [{"type": "text", "text": one["content"]}]} if parts else one for one in messages
+        one | {"content": [{"type": "text", "text": one["content"]}]} if parts and one["content"] is not None else one
+        for one in messages
     ]
-    return filled(tokenizer, given, tools)
+    return filled(tokenizer, given, tools, variables)
 
 
 # -- texts ------------------------------------------------------------------------------------------------

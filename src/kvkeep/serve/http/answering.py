@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from kvkeep.decode.answer_form import Answers
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.pieces import TextPiece, token_texts
@@ -93,11 +94,13 @@ class Answering:
         cache = await asyncio.to_thread(self._cache, name, body)
         encoding = self.encode(body.given, hold.bytes)
         prompt = await unless_disconnected(request, encoding)
+        answers = await in_worker(hold.bytes, body.answers, self._tokenizer, prompt)
         form = body.form()
-        grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form)
+        grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form, answers)
         hold.tokens(len(prompt))
-        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar)
-        reply, stream, named = body.reply(self.model, self.metrics.rejected), body.stream, bool(body.cache())
+        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar, answers)
+        reply = body.reply(self.model, self.metrics.rejected, answers)
+        stream, named = body.stream, bool(body.cache())
         if not stream:
             _check_logprobs(ask)
         del body  # its texts, while the answer waits
@@ -160,11 +163,11 @@ class Answering:
         vocabulary = self.engine.geometry.vocab_size
         return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary))
 
-    def _grammar(self, field: str, form: FormOf) -> Grammar:
+    def _grammar(self, field: str, form: FormOf, answers: Answers) -> Grammar:
         """Return the compiled form of an answer. Raises APIError, with the field, for a wrong one."""
         with naming_field(field):
             known = vocabulary(self._tokenizer, self.engine.geometry.vocab_size, tuple(self.engine.ends))
-            return Grammar(known, form(self._tokenizer, known))
+            return Grammar(known, form(answers, known))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""

@@ -11,7 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from kvkeep.decode.tool_calls import CallPart, CallReader, Calls
+from kvkeep.decode.answer_form import Answers, Calls
+from kvkeep.decode.answer_format import AnswerFormat
+from kvkeep.decode.answer_reader import AnswerReader, CallPart, Part, Reasoning
 from kvkeep.engine.forms import of_schema
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
@@ -91,6 +93,8 @@ class Message(Strict):
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_no_function)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
     name: Name | None = None
+    reasoning_content: Text | None = None
+    """The reasoning before an answer."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     """The calls of an answer."""
     tool_call_id: Name | None = None
@@ -112,6 +116,8 @@ class Message(Strict):
     def _calls_of_answers(self) -> Message:
         if self.tool_calls is not None and self.role != "assistant":
             raise wrong("'tool_calls' belong to messages of the role 'assistant'")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise wrong("'reasoning_content' belongs to messages of the role 'assistant'")
         if (self.tool_call_id is not None) is not (self.role == "tool"):
             raise wrong("'tool_call_id' belongs to messages of the role 'tool', and to all of them")
         return self
@@ -119,6 +125,8 @@ class Message(Strict):
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.reasoning_content:
+            found["reasoning_content"] = self.reasoning_content
         if self.tool_calls is not None:
             found["tool_calls"] = [one.described() for one in self.tool_calls]
         return found if self.tool_call_id is None else found | {"tool_call_id": self.tool_call_id}
@@ -143,6 +151,16 @@ def _with_known_calls(messages: list[Message]) -> list[Message]:
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES), AfterValidator(_with_known_calls)]
 
 
+def _no_known_variable(given: dict[str, Any]) -> dict[str, Any]:
+    taken = {"messages", "tools", "documents", "add_generation_prompt"} & given.keys()
+    if taken:
+        raise wrong(f"'{min(taken)}' is a variable that the server sets; leave it out")
+    return given
+
+
+Variables = Annotated[Object, AfterValidator(_no_known_variable)]
+
+
 class ChatRequest(AnswerRequest):
     """``POST /v1/chat/completions``."""
 
@@ -158,6 +176,10 @@ class ChatRequest(AnswerRequest):
     """An answer may have several calls."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """OpenAI's newer name of ``max_tokens``."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """How much the model reasons before an answer, if its chat template knows that."""
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    """More variables of the chat template."""
     continue_final_message: bool = False
     """Continue the last message, which is an answer."""
     logprobs: bool = False
@@ -208,46 +230,56 @@ class ChatRequest(AnswerRequest):
         """Return the conversation up to its answer, or to the end of a last message to be continued."""
         messages, tools = [one.plain() for one in self.messages], [one.described() for one in self.tools or ()]
         if not self.continue_final_message:
-            return ChatPrompt(messages, tools=tools)
-        return ChatPrompt(messages[:-1], messages[-1]["content"], tools)
+            return ChatPrompt(messages, tools=tools, variables=self._variables)
+        return ChatPrompt(messages[:-1], messages[-1]["content"], tools, self._variables)
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """More variables of the chat template: those of the reasoning's effort, and those that the request gives."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            found = dict.fromkeys(("enable_thinking", "thinking"), self.reasoning_effort != "none")
+            found |= {} if self.reasoning_effort == "none" else {"reasoning_effort": self.reasoning_effort}
+        return found | self.chat_template_kwargs
 
     @property
     def token_limit(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of an answer without a call, if it has one."""
+        given = self.response_format
+        return None if given is None else {"type": "object"} if given.json_schema is None else given.json_schema.schema_
+
     def form(self) -> tuple[str, FormOf] | None:
         """Return the form of the answer, as :meth:`AnswerRequest.form`."""
-        given = self.response_format
-        schema = (
-            None if given is None else {"type": "object"} if given.json_schema is None else given.json_schema.schema_
-        )
-        if self._calls:
-            return "tools", self._possible_calls(schema).form
-        return super().form() if schema is None else ("response_format", lambda *_: of_schema(schema))
+        schema = self._schema
+        if self.tools and self.tool_choice != "none":
+            return "tools", lambda answers, known: answers.form(self.calls(), known)
+        if schema is None:
+            return super().form()
+        return "response_format", lambda answers, known: answers.after_reasoning(of_schema(schema), known)
 
-    @property
-    def _calls(self) -> bool:
-        """Whether the answer may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
-
-    def _possible_calls(self, content: dict[str, Any] | None) -> Calls:
+    def calls(self) -> Calls:
+        """Return which calls the answer may have."""
         choice, tools = self.tool_choice, [one.function for one in self.tools or ()]
         if isinstance(choice, NamedTool):
             tools = [one for one in tools if one.name == choice.function.name]
-        required = choice != "auto"
         several = self.parallel_tool_calls and not isinstance(choice, NamedTool)
-        return Calls([(one.name, one.parameters) for one in tools], required, several, content)
+        parameters = [] if choice == "none" else [(one.name, one.parameters) for one in tools]
+        return Calls(parameters, choice not in ("auto", "none"), several, self._schema)
 
     @property
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
+    def reply(self, model: str, to_error: Callable[[Exception], APIError], answers: Answers) -> Reply:
         """Return the reply."""
-        reader = CallReader([one.function.name for one in self.tools or ()]) if self._calls else None
-        return Choices(model, True, self.logprobs, self.usage_in_stream, to_error, reader)
+        reader = answers.reader(self.calls())
+        return Choices(model, self.logprobs, self.usage_in_stream, to_error, reader)
 
 
 class TextRequest(AnswerRequest):
@@ -275,9 +307,13 @@ class TextRequest(AnswerRequest):
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.logprobs
 
-    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
+    def answers(self, tokenizer: Any, prompt: Sequence[int]) -> Answers:
+        """Return the format of texts, which have neither reasoning nor calls."""
+        return Answers(AnswerFormat(), tokenizer)
+
+    def reply(self, model: str, to_error: Callable[[Exception], APIError], answers: Answers) -> Reply:
         """Return the reply."""
-        return Choices(model, False, self.logprobs is not None, self.usage_in_stream, to_error)
+        return Choices(model, self.logprobs is not None, self.usage_in_stream, to_error)
 
 
 class TokenizeRequest(Strict):
@@ -305,24 +341,23 @@ class TokenizeRequest(Strict):
 
 
 class Choices:
-    """The reply of a request, with one choice. chat: whether it answers a conversation; otherwise it continues a text.
-    logprobs: whether it has log-probabilities. with_usage: whether a stream has the numbers of tokens. to_error:
-    converts an exception within a stream to an error. reader: finds the calls in an answer that may have some."""
+    """The reply of a request, with one choice. logprobs: whether it has log-probabilities. with_usage: whether a stream
+    has the numbers of tokens. to_error: converts an exception within a stream to an error. reader: finds the parts of
+    an answer of a conversation; None: it continues a text."""
 
     def __init__(
         self,
         model: str,
-        chat: bool,
         logprobs: bool,
         with_usage: bool,
         to_error: Callable[[Exception], APIError],
-        reader: CallReader | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
-        self._reader = reader
-        self._chat, self._logprobs, self._with_usage, self._to_error = chat, logprobs, with_usage, to_error
+        self._reader, self._chat = reader, reader is not None
+        self._logprobs, self._with_usage, self._to_error = logprobs, with_usage, to_error
         self._offset = 0  # characters of the text whose tokens were sent
-        prefix, self._kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
-        self._chunk_kind = f"{self._kind}.chunk" if chat else self._kind
+        prefix, self._kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
+        self._chunk_kind = f"{self._kind}.chunk" if self._chat else self._kind
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
@@ -339,18 +374,20 @@ class Choices:
 
     def _message(self, text: str) -> dict[str, Any]:
         """Return an answer's message."""
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if self._reader is None:
-            return message
-        calls, content = list[dict[str, Any]](), ""
+        assert self._reader is not None
+        calls, content, reasoning = list[dict[str, Any]](), "", ""
         for part in [*self._reader.add(text), *self._reader.rest()]:
             if isinstance(part, str):
                 content += part
+            elif isinstance(part, Reasoning):
+                reasoning += part.text
             elif part.name:
                 calls.append(_call(part))
             else:
                 calls[-1]["function"]["arguments"] += part.arguments
-        return message | ({"content": content or None, "tool_calls": calls} if calls else {"content": content})
+        message = {"role": "assistant", "content": (content or None) if calls else content}
+        extra = {"reasoning_content": reasoning, "tool_calls": calls}
+        return message | {name: one for name, one in extra.items() if one}
 
     def _reason(self, answer: Finished) -> str:
         """Return the finish reason. An answer cut off by the time limit or the server's end has the reason
@@ -383,9 +420,7 @@ class Choices:
 
     def _deltas(self, text: str) -> list[dict[str, Any]]:
         """Return the next parts of a stream."""
-        if not self._chat:
-            return [{"text": text}]
-        return [_delta(one) for one in ([text] if self._reader is None else self._reader.add(text))]
+        return [{"text": text}] if self._reader is None else [_delta(one) for one in self._reader.add(text)]
 
     def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
         choice = {"index": 0, **fields, "finish_reason": reason}
@@ -433,10 +468,12 @@ def _call(part: CallPart) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def _delta(part: str | CallPart) -> dict[str, Any]:
+def _delta(part: Part) -> dict[str, Any]:
     """Return a part of an answer as a part of a stream."""
     if isinstance(part, str):
         return {"delta": {"content": part}}
+    if isinstance(part, Reasoning):
+        return {"delta": {"reasoning_content": part.text}}
     call = _call(part) if part.name else {"function": {"arguments": part.arguments}}
     return {"delta": {"tool_calls": [{"index": part.index, **call}]}}
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvkeep.decode.answer_form import Answers, Calls, answers_to
 from kvkeep.decode.prompt import PromptText, prompt_text, texts_of
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.forms import of_lark, of_regex
@@ -152,11 +153,14 @@ class ChatPrompt:
     """The beginning of the answer, which the model continues."""
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that the answer may call."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the chat template."""
 
 
 Prompt = str | list[int] | ChatPrompt
-FormOf = Callable[[Any, Any], str]
-"""Returns a form for :class:`~kvkeep.engine.grammar.Grammar`, given the tokenizer and llguidance's vocabulary."""
+FormOf = Callable[[Answers, Any], str]
+"""Returns a form for :class:`~kvkeep.engine.grammar.Grammar`, given the model's format of answers and llguidance's
+vocabulary."""
 
 
 StreamEvent = TextPiece | Finished | Exception
@@ -228,19 +232,27 @@ class AnswerRequest(Strict):
         text."""
         regex, grammar = self.kvkeep.regex, self.kvkeep.grammar
         if regex is not None:
-            return "kvkeep.regex", lambda *_: of_regex(regex)
+            return "kvkeep.regex", lambda answers, known: answers.after_reasoning(of_regex(regex), known)
         if grammar is not None:
-            return "kvkeep.grammar", lambda *_: of_lark(grammar)
+            return "kvkeep.grammar", lambda answers, known: answers.after_reasoning(of_lark(grammar), known)
         return None
 
-    def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None) -> Ask:
-        """Return the request to the engine. grammar: the compiled :meth:`form`."""
+    def answers(self, tokenizer: Any, prompt: Sequence[int]) -> Answers:
+        """Return the format of the answers to a prompt. A worker thread calls this."""
+        return answers_to(tokenizer, prompt)
+
+    def calls(self) -> Calls:
+        """Return which calls the answer may have."""
+        return Calls()
+
+    def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None, answers: Answers) -> Ask:
+        """Return the request to the engine. grammar: the compiled :meth:`form`. answers: their format."""
         sampling = Sampling(
             self.temperature, self.top_p, self.top_k, self.min_p,
             self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed, grammar,
         )  # fmt: skip
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Ask(prompt, max_tokens, sampling, stops, self.logprob_count)
+        return Ask(prompt, max_tokens, sampling, stops, self.logprob_count, answers.named(self.calls()))
 
     def cache(self) -> dict[str, Any]:
         """Return method and budget, if the request names them."""
@@ -248,8 +260,9 @@ class AnswerRequest(Strict):
         return {name: one for name, one in options.items() if one is not None}
 
     @abstractmethod
-    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
-        """Return the reply, which has no events yet. to_error: converts an exception within a stream to an error."""
+    def reply(self, model: str, to_error: Callable[[Exception], APIError], answers: Answers) -> Reply:
+        """Return the reply, which has no events yet. to_error: converts an exception within a stream to an error.
+        answers: the format of the model's answers to the prompt."""
 
 
 # -- prompts ----------------------------------------------------------------------------------------------
@@ -267,7 +280,9 @@ def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
         if isinstance(prompt, ChatPrompt):
             _check_characters(sum(map(len, texts_of([prompt.messages, prompt.tools]))) + len(prompt.answer))
             messages = [{**one} for one in prompt.messages]
-            text = prompt_text(tokenizer, messages, answer=prompt.answer, tools=prompt.tools)
+            text = prompt_text(
+                tokenizer, messages, answer=prompt.answer, tools=prompt.tools, variables=prompt.variables
+            )
         else:
             _check_characters(len(prompt))
             text = PromptText(prompt)
