@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scripted import TURN, byte_level
 
-from kvkeep.decode.prompt import GENERATED, prompt_text
+from kvkeep.decode.prompt import GENERATED, NUMBER, prompt_text
 from kvkeep.decode.replay import Generated, answer_key, bodies, spoken_after
 
 TEMPLATE = (
@@ -55,13 +55,17 @@ def test_an_answer_continues_as_it_was_generated(tokenizer: Any, message: Any, g
     made = [token for part in generated for token in ids(tokenizer, part)]
     read = prompt_text(tokenizer, first).ids(tokenizer) + made
     sent = [*first, {**message, GENERATED: Generated(made)}, {"role": "user", "content": "more of <|turn|> it"}]
+    sent = [{**one, NUMBER: number} for number, one in enumerate(sent)]
     again = prompt_text(tokenizer, sent)
     assert again.ids(tokenizer)[: len(read)] == read
     plain = prompt_text(tokenizer, [{name: one for name, one in m.items() if name != GENERATED} for m in sent])
     assert again.text == plain.text and again.data[0] == plain.data[0] and again.messages == plain.messages
     rest = [tokenizer.convert_tokens_to_ids(TURN), *ids(tokenizer, "<|start|>user\nmore of ")]
     assert again.ids(tokenizer)[len(read) :][: len(rest)] == rest
-    assert [again.text[slice(*place)] for place in again.messages][::3] == ["Be <|turn|> brief", "more of <|turn|> it"]
+    assert [again.text[slice(*again.messages[number])] for number in (0, 3)] == [
+        "Be <|turn|> brief",
+        "more of <|turn|> it",
+    ]
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -15,7 +15,6 @@ from running import KEYS, post, serving
 from scripted import END as EOS
 from scripted import TEMPLATE, byte_level, scripted
 
-from kvkeep.decode.tool_calls import BEGIN
 from kvkeep.serve.engine import Engine
 
 CACHED = {"type": "ephemeral"}
@@ -35,8 +34,8 @@ PATH = "/v1/messages"
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """The address of a model that says "So" and calls: where the form leaves it a choice, the tool weather."""
-    vocabulary = byte_level(BEGIN, "</tool_call>", "So\n", "weather", "time")
-    script = vocabulary.script(["<|start|>", "So\n", BEGIN], ['"', "weather"], [">", EOS])
+    vocabulary = byte_level("<tool_call>", "</tool_call>", "So\n", "weather", "time")
+    script = vocabulary.script(["<|start|>", "So\n", "<tool_call>"], ['"', "weather"], [">", EOS])
     with serving(engine=Engine(scripted(vocabulary, script, TEMPLATE, positions=4096), 10**8)) as (found, _):
         yield found
 

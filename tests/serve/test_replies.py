@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvkeep.decode.answer_form import Answers, Calls
+from kvkeep.decode.answer_format import AnswerFormat
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.completions import Choices
+from kvkeep.serve.http.conversation import AnswerParts
 from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.http.protocol import Context
 from kvkeep.serve.session import Finished
@@ -28,7 +31,8 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
         yield Finished("stop", text, (1, 2), 3, 4, 2)
 
     async def read() -> str:
-        reply = Choices(Context("tiny", "0" * 32, 7, api_error), chat, False, with_usage)
+        context = Context("tiny", "0" * 32, 7, api_error, Answers(AnswerFormat(), None))
+        reply = Choices(context, False, with_usage, AnswerParts(context, Calls()) if chat else None)
         return "".join([one async for one in reply.stream(events())])
 
     return asyncio.run(read()).splitlines()

@@ -17,7 +17,6 @@ from scripted import END as EOS
 from scripted import TEMPLATE, byte_level, scripted
 
 from kvkeep.blocks.store import Store
-from kvkeep.decode.tool_calls import BEGIN
 from kvkeep.serve.engine import Engine
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"],
@@ -33,8 +32,8 @@ PATH = "/v1/responses"
 
 def script() -> Any:
     """A model that says "So" and calls: where the form leaves it a choice, the tool weather."""
-    vocabulary = byte_level(BEGIN, "</tool_call>", "So\n", "weather", "time")
-    return scripted(vocabulary, vocabulary.script(["<|start|>", "So\n", BEGIN], ['"', "weather"], [">", EOS]),
+    vocabulary = byte_level("<tool_call>", "</tool_call>", "So\n", "weather", "time")
+    return scripted(vocabulary, vocabulary.script(["<|start|>", "So\n", "<tool_call>"], ['"', "weather"], [">", EOS]),
                     TEMPLATE, positions=4096)  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from scripted import END as EOS
 from scripted import byte_level, scripted
 
 from kvkeep.blocks.store import Store
-from kvkeep.decode.tool_calls import BEGIN
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 
@@ -38,7 +37,7 @@ SYSTEM, ASK = "Be brief. " * 30, "the Q"
 @lru_cache
 def model() -> Loaded:
     """One that calls a tool. Its weights are random, so it is made once."""
-    vocabulary = byte_level(BEGIN, "</tool_call>", "weather")
+    vocabulary = byte_level("<tool_call>", "</tool_call>", "weather")
     script = vocabulary.script(['"', "weather"], [">", EOS])
     return scripted(vocabulary, script, TEMPLATE, positions=4096)
 

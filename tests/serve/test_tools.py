@@ -13,9 +13,9 @@ from running import KEYS, post, serving
 from scripted import END as EOS
 from scripted import TEMPLATE, byte_level, scripted
 
-from kvkeep.decode.tool_calls import BEGIN, END
 from kvkeep.serve.engine import Engine
 
+BEGIN, END = "<tool_call>", "</tool_call>"
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA | {"additionalProperties": False}}},

@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import Any
 
+from kvkeep.decode.answer_format import AnswerFormat
+from kvkeep.decode.recognition import answer_format
 from kvkeep.decode.replay import bodies, replayed
 from kvkeep.decode.texts import check_text
-from kvkeep.decode.tool_calls import described, knows_tools
+from kvkeep.decode.tool_texts import with_tools
 from kvkeep.engine.token_spelling import ALPHABET, SPACE
 from kvkeep.errors import KvkeepError, ModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
@@ -27,10 +30,13 @@ from kvkeep.native.room import has_room
 Messages = list[dict[str, Any]]
 """A role and a content each, and what belongs to calls of tools."""
 Tools = Sequence[Mapping[str, Any]]
-GENERATED = "generated"
-"""The field of a message that has an answer as it was generated (:class:`~kvkeep.decode.replay.Generated`)."""
+GENERATED, NUMBER = "generated", "number"
+"""Fields of a message for this module: an answer as it was generated (:class:`~kvkeep.decode.replay.Generated`), and
+the message's number in its conversation."""
 _FEW = 2
 """Messages of a conversation that has no answer yet: their places are not looked for."""
+Variables = Mapping[str, Any]
+EMPTY: Variables = MappingProxyType({})
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
 BYTES_PER_BYTE = 640
@@ -64,29 +70,50 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str
 
 
 def prompt_text(
-    tokenizer: Any, messages: Messages, *, raw: bool = False, answer: str = "", tools: Tools = ()
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    raw: bool = False,
+    answer: str = "",
+    tools: Tools = (),
+    variables: Variables = EMPTY,
 ) -> PromptText:
     """Return the text of a conversation, as :func:`encode` encodes it. Raises UsageError as it does. tools: those that
-    the answer may call, as OpenAI describes them; messages may have calls and results."""
+    the answer may call, as OpenAI describes them; messages may have calls, results and reasoning. variables: more
+    variables of the chat template."""
     for message in messages:
         check_text(message["content"], "the prompt")
     template = not raw and getattr(tokenizer, "chat_template", None)
-    calls = bool(tools) or any(one["role"] == "tool" or "tool_calls" in one for one in messages)
-    if calls and not (template and knows_tools(tokenizer, tokenizer.get_chat_template())):
-        messages, tools = described(messages, tools), ()
+    if tools or any(one["role"] == "tool" or {"tool_calls", "reasoning_content"} & one.keys() for one in messages):
+        format = answer_format(tokenizer) if template else AnswerFormat()
+        if format.describes and tools and not _takes_tools(tokenizer, tools):
+            format = replace(format, describes=False)
+        messages, tools = with_tools(messages, tools, format)
     if template:
-        chat = _chat(tokenizer, messages, tools)
+        chat = _chat(tokenizer, messages, tools, variables)
         return replace(chat, begins=_lacks_beginning(tokenizer, chat)) + as_data(tokenizer, answer)
     text = "\n\n".join(message["content"] for message in messages) + answer
     return PromptText(text) if raw else as_data(tokenizer, text)
 
 
-def _chat(tokenizer: Any, messages: Messages, tools: Tools) -> PromptText:
+def _takes_tools(tokenizer: Any, tools: Tools) -> bool:
+    """Return whether a template that describes tools describes these: some fail on schemas that others know."""
+    try:
+        fill(tokenizer, [{"role": "user", "content": "?"}], tools)
+    except TemplateTooCostly:
+        raise
+    except UsageError:
+        return False
+    return True
+
+
+def _chat(tokenizer: Any, messages: Messages, tools: Tools, variables: Variables) -> PromptText:
     """Return the text of a chat template. It is filled with a mark for each name of a special token in a message or a
     tool: a private-use character that occurs in none."""
     pattern = special_names(tokenizer)
     generated = {number: one[GENERATED] for number, one in enumerate(messages) if GENERATED in one}
-    messages = [{name: part for name, part in one.items() if name != GENERATED} for one in messages]
+    numbers = [one.get(NUMBER) for one in messages]
+    messages = [{name: part for name, part in one.items() if name not in (GENERATED, NUMBER)} for one in messages]
     texts = [*texts_of(messages), *texts_of(tools)]
     hits = dict.fromkeys(() if pattern is None else (hit[0] for one in texts for hit in pattern.finditer(one)))
     known = set().union(*texts)
@@ -98,9 +125,9 @@ def _chat(tokenizer: Any, messages: Messages, tools: Tools) -> PromptText:
             return pattern.sub(lambda hit: marks[hit[0]], text)
 
         messages, tools = _with_texts(messages, marked), _with_texts(tools, marked)
-    filled_in = fill(tokenizer, messages, tools)
+    filled_in = fill(tokenizer, messages, tools, variables)
     several = generated or len(messages) > _FEW  # another fill costs milliseconds where tools are many
-    places = _bodies(tokenizer, filled_in, messages, tools, bodies_mark) if several else []
+    places = _bodies(tokenizer, filled_in, messages, tools, variables, bodies_mark) if several else []
     answers = dict[Span, Sequence[int]]()
     for number, one in generated.items() if places else ():
         start, end = places[number]
@@ -125,11 +152,11 @@ def _chat(tokenizer: Any, messages: Messages, tools: Tools) -> PromptText:
         [there(span) for span in data],
         begins=False,
         answers={there(span): ids for span, ids in answers.items()},
-        messages=[there(span) for span in places],
+        messages={number: there(span) for number, span in zip(numbers, places, strict=False) if number is not None},
     )
 
 
-def _bodies(tokenizer: Any, text: str, messages: Messages, tools: Tools, mark: str) -> list[Span]:
+def _bodies(tokenizer: Any, text: str, messages: Messages, tools: Tools, variables: Variables, mark: str) -> list[Span]:
     """Return the place in a filled template of what it writes for each message; empty: that is not known."""
     kept = ("role", "name", "tool_call_id")
     marked = [
@@ -137,7 +164,7 @@ def _bodies(tokenizer: Any, text: str, messages: Messages, tools: Tools, mark: s
         for number, one in enumerate(messages)
     ]
     try:
-        return bodies(text, fill(tokenizer, marked, tools), mark, len(messages)) or []
+        return bodies(text, fill(tokenizer, marked, tools, variables), mark, len(messages)) or []
     except UsageError:  # it takes no result without its call
         return []
 
@@ -189,12 +216,12 @@ class _Form:
     """The roles of messages that the template leaves out."""
 
 
-def fill(tokenizer: Any, messages: Messages, tools: Tools = ()) -> str:
+def fill(tokenizer: Any, messages: Messages, tools: Tools = (), variables: Variables = EMPTY) -> str:
     """Return the text of a conversation up to its answer. Raises UsageError if the template rejects the conversation,
     leaves a message out or takes too many steps."""
     try:
         form = _form(tokenizer, tokenizer.get_chat_template(), tuple(one["role"] for one in messages))
-        text = _in_form(tokenizer, messages, form.parts, tools)
+        text = _in_form(tokenizer, messages, form.parts, tools, variables)
     except TemplateTooCostly:
         raise
     except Exception as error:  # a template is the model's code and may raise anything
@@ -236,11 +263,12 @@ def _form(tokenizer: Any, template: str, roles: Sequence[str]) -> _Form:
     return forms[0] if forms else _Form()
 
 
-def _in_form(tokenizer: Any, messages: Messages, parts: bool, tools: Tools = ()) -> str:
+def _in_form(tokenizer: Any, messages: Messages, parts: bool, tools: Tools = (), variables: Variables = EMPTY) -> str:
     given: list[Any] = [
-        one | {"content": [{"type": "text", "text": one["content"]}]} if parts else one for one in messages
+        one | {"content": [{"type": "text", "text": one["content"]}]} if parts and one["content"] is not None else one
+        for one in messages
     ]
-    return filled(tokenizer, given, tools)
+    return filled(tokenizer, given, tools, variables)
 
 
 # -- texts ------------------------------------------------------------------------------------------------
@@ -257,8 +285,8 @@ class PromptText:
     """Whether the tokenizer adds the special tokens that begin a text. The text of most chat templates has them."""
     answers: Mapping[Span, Sequence[int]] = field(default_factory=dict)
     """The tokens of answers as they were generated, in the place of their texts (:mod:`kvkeep.decode.replay`)."""
-    messages: Sequence[Span] = ()
-    """The place of each message's text; empty: that is not known."""
+    messages: Mapping[int, Span] = field(default_factory=dict)
+    """The place of the text of each message with a number (:data:`NUMBER`); empty: that is not known."""
 
     def __add__(self, other: PromptText) -> PromptText:
         shift = len(self.text)

@@ -71,8 +71,10 @@ def replayed(tokenizer: Any, body: str, message: Mapping[str, Any], known: Gener
     functions = [one["function"]["name"] for one in message.get("tool_calls", ())]
     if not all(one in body for one in (message["content"].strip(), *functions)):
         return 0, ()
-    kept = known.reasoning and known.reasoning.strip() in body
-    ids = known.ids if kept or not known.reasoning else known.ids[known.spoken :]
+    dropped = known.reasoning and known.reasoning.strip() not in body
+    if dropped and not known.spoken:
+        return 0, ()
+    ids = known.ids[known.spoken :] if dropped else known.ids
     first = "".join("".join(token_texts(tokenizer, ids[:_FIRST_TOKENS])).split())[:_FIRST_CHARACTERS]
     hit = re.search(r"\s*".join(map(re.escape, first)), body) if first else None
     if hit is None:

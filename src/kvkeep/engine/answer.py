@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,8 @@ class Ask:
     """Strings that end the answer and are not part of it."""
     top_logprobs: int | None = None
     """The number of likeliest tokens reported with each token; None: no log-probabilities."""
+    named: Collection[int] = ()
+    """Special tokens whose names are parts of the answer's text."""
     copies: bool = True
     """Whether drafts may be copied from the text (for methods that draft)."""
 
@@ -89,7 +91,7 @@ class Answer:
         """The times when the first and the last token were chosen, by ``time.perf_counter()``."""
         self._text: AnswerText | None = None
         if listener is not None:
-            self._text = AnswerText(tokenizer, ask.prompt, ask.stops, ask.top_logprobs, listener)
+            self._text = AnswerText(tokenizer, ask.prompt, ask.stops, ask.top_logprobs, listener, ask.named)
 
     @property
     def text(self) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.engine.stops import Stops
 from kvkeep.engine.token_spelling import TokenSpelling, special_ids, token_spelling
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ LONGEST_PART = 8
 class BytePieces:
     """Pieces of tokens whose bytes are known. No token is decoded twice."""
 
-    def __init__(self, table: TokenSpelling, before: Sequence[int], special: bool) -> None:
-        self._table, self._special = table, special
+    def __init__(self, table: TokenSpelling, before: Sequence[int], special: bool, named: Collection[int] = ()) -> None:
+        self._table, self._skipped = table, frozenset[int]() if special else table.special.difference(named)
         self._begins = False  # whether a space that comes next is no part of the text
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(b"".join(map(self.data, before[-_CONTEXT:])))
@@ -57,16 +58,16 @@ class BytePieces:
 
     def _content(self, token: int) -> bytes:
         """Return the bytes of a token wherever it stands in a text."""
-        return b"" if token in self._table.special and not self._special else self._table[token]
+        return b"" if token in self._skipped else self._table[token]
 
 
 class WindowPieces:
     """Pieces of any tokenizer's tokens, which are decoded together with a few tokens before them."""
 
-    def __init__(self, tokenizer: Any, before: Sequence[int], special: bool) -> None:
-        self._tokenizer, self._skips = tokenizer, not special
-        skipped = () if special else special_ids(tokenizer)
-        self._ids = [*islice((one for one in reversed(before) if one not in skipped), _CONTEXT)][::-1]
+    def __init__(self, tokenizer: Any, before: Sequence[int], special: bool, named: Collection[int] = ()) -> None:
+        self._tokenizer, self._skips, self._named = tokenizer, not special, bool(named)
+        self._skipped = frozenset[int]() if special else special_ids(tokenizer).difference(named)
+        self._ids = [*islice((one for one in reversed(before) if one not in self._skipped), _CONTEXT)][::-1]
         self._given = len(self._ids)  # the number of ids whose text was returned
 
     @property
@@ -100,6 +101,8 @@ class WindowPieces:
         return fresh
 
     def _text(self, ids: Sequence[int], skips: bool = True) -> str:
+        if self._named and skips:  # transformers skips all special tokens, or none
+            ids, skips = [one for one in ids if one not in self._skipped], False
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips and skips))
 
 
@@ -107,13 +110,15 @@ Pieces = BytePieces | WindowPieces
 """The text of tokens, decoded as they arrive. The last token of a character returns the character."""
 
 
-def pieces_of(tokenizer: Any, before: Sequence[int] = (), special: bool = False) -> Pieces:
+def pieces_of(tokenizer: Any, before: Sequence[int] = (), special: bool = False, named: Collection[int] = ()) -> Pieces:
     """Return the pieces of a text that follows the tokens ``before``: the text of all tokens without the text of
     ``before``. The space that the tokenizer puts at the beginning of a text is no part of it
     (:meth:`~kvkeep.engine.token_spelling.TokenSpelling.begins`). special: special tokens have their names; otherwise
-    they have no text."""
+    they have no text, but for those with the ids ``named``."""
     table = token_spelling(tokenizer)
-    return WindowPieces(tokenizer, before, special) if table is None else BytePieces(table, before, special)
+    if table is None:
+        return WindowPieces(tokenizer, before, special, named)
+    return BytePieces(table, before, special, named)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -122,37 +127,6 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     pieces = pieces_of(tokenizer, special=True)
     texts = [pieces.add([one]) for one in ids]
     return [*texts[:-1], texts[-1] + pieces.rest()] if texts else []
-
-
-class Stops:
-    """Text up to the first stop string. Text arrives in parts; an end that could begin a stop string is withheld."""
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings, self._waiting = [one for one in strings if one], ""
-        self.met: str | None = None
-        """The stop string that was found; None: none yet."""
-
-    def add(self, text: str) -> str:
-        """Return the text before the first stop string; set ``met`` if there is one."""
-        text = self._waiting + text
-        starts = [(start, one) for one in self._strings if (start := text.find(one)) >= 0]
-        if starts:
-            start, self.met = min(starts)
-            self._waiting = ""
-            return text[:start]
-        withheld = max((_begun(text, one) for one in self._strings), default=0)
-        self._waiting = text[len(text) - withheld :]
-        return text[: len(text) - withheld]
-
-    def rest(self) -> str:
-        """Return the withheld text, after which no stop string followed."""
-        text, self._waiting = self._waiting, ""
-        return text
-
-
-def _begun(text: str, string: str) -> int:
-    """Return the length of the longest proper prefix of ``string`` that ``text`` ends with."""
-    return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
 @dataclass(frozen=True)
@@ -203,7 +177,8 @@ class AnswerText:
     its tokens' log-probabilities.
 
     before: the tokens of the prompt. stops: strings that end the text and are not part of it. top_logprobs: the number
-    of likeliest tokens reported with each token; None: no log-probabilities. listener: called with each piece.
+    of likeliest tokens reported with each token; None: no log-probabilities. listener: called with each piece. named:
+    special tokens whose names are parts of the text.
     """
 
     def __init__(
@@ -213,8 +188,9 @@ class AnswerText:
         stops: Sequence[str],
         top_logprobs: int | None,
         listener: Callable[[TextPiece], None],
+        named: Collection[int] = (),
     ) -> None:
-        self._pieces, self._stops = pieces_of(tokenizer, before), Stops(stops)
+        self._pieces, self._stops = pieces_of(tokenizer, before, named=named), Stops(stops)
         self._top, self._listener = top_logprobs, listener
         self._texts: list[str] = []  # the reported text
         self._decoded = self._shown = 0  # characters of the text that were decoded, and reported

@@ -79,15 +79,19 @@ def compiled(template: str) -> Template:
 
 
 def filled(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of a conversation up to its answer, as transformers' ``apply_chat_template`` writes it. tools:
-    those that the answer may call, as OpenAI describes them.
+    those that the answer may call, as OpenAI describes them. variables: more variables of the template.
 
     Raises TemplateTooCostly for a template that takes too many turns, and whatever else a template raises.
     """
     template = compiled(tokenizer.get_chat_template(tools=tools or None))
     given = {"messages": [dict(one) for one in messages], "tools": tools or None, "documents": None}
+    given = dict(variables or {}) | given
     before = _TAKEN.set([0])
     try:
         return template.render(tokenizer.special_tokens_map | given, add_generation_prompt=True)

@@ -15,6 +15,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from kvkeep.blocks.records import Records
+from kvkeep.decode.answer_form import Answers
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.pieces import TextPiece, token_texts
@@ -37,7 +38,7 @@ from kvkeep.serve.http.protocol import (
     StreamEvent,
     encoded,
 )
-from kvkeep.serve.http.reuse import Answers, Reuse
+from kvkeep.serve.http.reuse import AnswerRecords, Reuse
 from kvkeep.serve.session import Event, Finished, Job, check_name
 
 DEFAULT_MAX_TOKENS = 1024
@@ -94,7 +95,7 @@ class Answering:
         store = engine.sessions.storage.store
         self.records = Records() if store is None else store.records
         """What was answered."""
-        self._answers = Answers(loaded.tokenizer, engine.ends)
+        self._answers = AnswerRecords(loaded.tokenizer, engine.ends)
         self._tokenizer = loaded.tokenizer
         self._tokenizer("")  # resets the truncation and padding of a file, which must not happen in a worker
 
@@ -109,12 +110,13 @@ class Answering:
         encoding = self.encode(body.given, hold.bytes, owner)
         encoded_prompt = await unless_disconnected(request, encoding)
         prompt = encoded_prompt.ids
+        answers = await in_worker(hold.bytes, body.answers, self._tokenizer, prompt)
         form = body.form()
-        grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form)
+        grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form, answers)
         hold.tokens(len(prompt))
-        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar)
+        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar, answers)
         reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages)
-        context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, reuse.report)
+        context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, answers, reuse.report)
         reply, answered = body.reply(context), body.answered(context)
         stream, named = body.stream, bool(body.cache())
         if not stream:
@@ -125,7 +127,7 @@ class Answering:
 
         def remember(event: StreamEvent | None) -> None:
             if answered is not None and isinstance(event, Finished):
-                self._answers.remember(self.records.of(owner), answered(event), event)
+                self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
 
         if stream:
             first = await unless_disconnected(request, answer.first())
@@ -185,11 +187,11 @@ class Answering:
         vocabulary, generated = self.engine.geometry.vocab_size, partial(self._answers.find, self.records.of(owner))
         return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary, generated))
 
-    def _grammar(self, field: str, form: FormOf) -> Grammar:
+    def _grammar(self, field: str, form: FormOf, answers: Answers) -> Grammar:
         """Return the compiled form of an answer. Raises APIError, with the field, for a wrong one."""
         with naming_field(field):
             known = vocabulary(self._tokenizer, self.engine.geometry.vocab_size, tuple(self.engine.ends))
-            return Grammar(known, form(self._tokenizer, known))
+            return Grammar(known, form(answers, known))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
         """Return the text of each id and the places of special tokens. The joined texts are the whole text."""

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from kvkeep.decode.tool_calls import CallPart, CallReader
+from kvkeep.decode.answer_form import Answers, Calls
+from kvkeep.decode.answer_format import AnswerFormat
+from kvkeep.decode.answer_reader import Part, Reasoning
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
 from kvkeep.serve.http.conversation import (
@@ -19,6 +21,8 @@ from kvkeep.serve.http.conversation import (
     AnswerForm,
     AnswerParts,
     conversation,
+    effort_variables,
+    ended,
 )
 from kvkeep.serve.http.protocol import (
     MAX_STOPS,
@@ -141,6 +145,8 @@ class Message(Strict):
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_no_function)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
     name: Name | None = None
+    reasoning_content: Text | None = None
+    """The reasoning before an answer."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     """The calls of an answer."""
     tool_call_id: Name | None = None
@@ -162,6 +168,8 @@ class Message(Strict):
     def _calls_of_answers(self) -> Message:
         if self.tool_calls is not None and self.role != "assistant":
             raise wrong("'tool_calls' belong to messages of the role 'assistant'")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise wrong("'reasoning_content' belongs to messages of the role 'assistant'")
         if (self.tool_call_id is not None) is not (self.role == "tool"):
             raise wrong("'tool_call_id' belongs to messages of the role 'tool', and to all of them")
         return self
@@ -169,12 +177,24 @@ class Message(Strict):
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.reasoning_content:
+            found["reasoning_content"] = self.reasoning_content
         if self.tool_calls is not None:
             found["tool_calls"] = [one.described() for one in self.tool_calls]
         return found if self.tool_call_id is None else found | {"tool_call_id": self.tool_call_id}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+def _no_known_variable(given: dict[str, Any]) -> dict[str, Any]:
+    taken = {"messages", "tools", "documents", "add_generation_prompt"} & given.keys()
+    if taken:
+        raise wrong(f"'{min(taken)}' is a variable that the server sets; leave it out")
+    return given
+
+
+Variables = Annotated[Object, AfterValidator(_no_known_variable)]
 
 
 class ChatRequest(CompletionRequest):
@@ -192,6 +212,10 @@ class ChatRequest(CompletionRequest):
     """An answer may have several calls."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """OpenAI's newer name of ``max_tokens``."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """How much the model reasons before an answer, if its chat template knows that."""
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    """More variables of the chat template."""
     continue_final_message: bool = False
     """Continue the last message, which is an answer."""
     logprobs: bool = False
@@ -241,7 +265,10 @@ class ChatRequest(CompletionRequest):
     def given(self) -> Prompt:
         """Return the conversation up to its answer, or to the end of a last message to be continued."""
         messages = [one.plain() for one in self.messages]
-        return conversation(messages, self._form.tools, "messages", self.continue_final_message)
+        variables = effort_variables(self.reasoning_effort) | self.chat_template_kwargs
+        return conversation(
+            messages, self._form.tools, "messages", continues=self.continue_final_message, variables=variables
+        )
 
     @property
     def token_limit(self) -> int | None:
@@ -259,6 +286,10 @@ class ChatRequest(CompletionRequest):
             return AnswerForm(tools, "required", [choice.function.name], False, schema)
         return AnswerForm(tools, choice, None, self.parallel_tool_calls, schema)
 
+    def calls(self) -> Calls:
+        """Return which calls the answer may have."""
+        return self._form.calls()
+
     def form(self) -> tuple[str, FormOf] | None:
         """Return the form of the answer, as :meth:`AnswerRequest.form`."""
         return self._form.form() or super().form()
@@ -270,11 +301,11 @@ class ChatRequest(CompletionRequest):
 
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return Choices(context, True, self.logprobs, self.usage_in_stream, self._form.reader())
+        return Choices(context, self.logprobs, self.usage_in_stream, AnswerParts(context, self.calls()))
 
     def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
         """Return what converts an answer to a message as chat templates take it."""
-        return None if self.continue_final_message else self._form.answered(context.id)
+        return None if self.continue_final_message else self._form.answered(context)
 
 
 class TextRequest(CompletionRequest):
@@ -302,9 +333,13 @@ class TextRequest(CompletionRequest):
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.logprobs
 
+    def answers(self, tokenizer: Any, prompt: Sequence[int]) -> Answers:
+        """Return the format of texts, which have neither reasoning nor calls."""
+        return Answers(AnswerFormat(), tokenizer)
+
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return Choices(context, False, self.logprobs is not None, self.usage_in_stream)
+        return Choices(context, self.logprobs is not None, self.usage_in_stream)
 
 
 class TokenizeRequest(Strict):
@@ -332,26 +367,25 @@ class TokenizeRequest(Strict):
 
 
 class Choices:
-    """The reply of a request, with one choice. chat: whether it answers a conversation; otherwise it continues a text.
-    logprobs: whether it has log-probabilities. with_usage: whether a stream has the numbers of tokens. reader: finds
-    the calls in an answer that may have some."""
+    """The reply of a request, with one choice. logprobs: whether it has log-probabilities. with_usage: whether a stream
+    has the numbers of tokens. parts: those of an answer of a conversation; None: it continues a text."""
 
-    def __init__(
-        self, context: Context, chat: bool, logprobs: bool, with_usage: bool, reader: CallReader | None = None
-    ) -> None:
-        self._parts, self._context = AnswerParts(reader, context.id), context
-        self._chat, self._logprobs, self._with_usage = chat, logprobs, with_usage
+    def __init__(self, context: Context, logprobs: bool, with_usage: bool, parts: AnswerParts | None = None) -> None:
+        self._parts, self._context = parts, context
+        self._logprobs, self._with_usage = logprobs, with_usage
         self._offset = 0  # characters of the text whose tokens were sent
-        self._nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-        prefix, self._kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
-        self._chunk_kind = f"{self._kind}.chunk" if chat else self._kind
+        self._nothing: dict[str, Any] = {"delta": {}} if parts else {"text": ""}
+        prefix, self._kind = ("chatcmpl", "chat.completion") if parts else ("cmpl", "text_completion")
+        self._chunk_kind = f"{self._kind}.chunk" if parts else self._kind
         self._head = {"id": f"{prefix}-{context.id}", "created": int(time.time()), "model": context.model}
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
         """Return the answer as one object. Raises the error that ended it."""
-        last, parts = self._parts.all(events)
+        last = ended(events)
         tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
-        choice: dict[str, Any] = {"message": _message(self._parts.joined(parts))} if self._chat else {"text": last.text}
+        choice: dict[str, Any] = {"text": last.text}
+        if self._parts is not None:
+            choice = {"message": _message(self._parts.joined(self._parts.all(last)))}
         choice |= {"index": 0, "finish_reason": self._reason(last)}
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
         return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)} | self._report(last)
@@ -365,11 +399,11 @@ class Choices:
         "length"."""
         if answer.reason != "stop":
             return "length"
-        return "tool_calls" if self._parts.calls else "stop"
+        return "tool_calls" if self._parts is not None and self._parts.calls else "stop"
 
     async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
         """Yield the answer as server-sent events. An error is an object, and None is a comment."""
-        if self._chat:
+        if self._parts is not None:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
             if isinstance(event, TextPiece):
@@ -392,12 +426,16 @@ class Choices:
 
     def _deltas(self, event: TextPiece | Finished) -> list[dict[str, Any]]:
         """Return the next parts of a stream."""
-        parts = self._parts.add(event)
-        return [self._delta(one) for one in parts] if self._chat else [{"text": one} for one in parts]
+        if self._parts is not None:
+            return [self._delta(one) for one in self._parts.add(event)]
+        return [{"text": event.text}] if isinstance(event, TextPiece) else []
 
-    def _delta(self, part: str | CallPart) -> dict[str, Any]:
+    def _delta(self, part: Part) -> dict[str, Any]:
         if isinstance(part, str):
             return {"delta": {"content": part}}
+        if isinstance(part, Reasoning):
+            return {"delta": {"reasoning_content": part.text}}
+        assert self._parts is not None
         call = _call(self._parts.begun(part)) if part.name else {"function": {"arguments": part.arguments}}
         return {"delta": {"tool_calls": [{"index": part.index, **call}]}}
 
@@ -407,7 +445,7 @@ class Choices:
         return server_sent(body | ({"usage": None} if self._with_usage else {}))
 
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        if self._chat:
+        if self._parts is not None:
             return {"content": [_token(one.data, one.logprob) | _top(one) for one in tokens]}
         offsets = [*accumulate((len(one.text) for one in tokens), initial=self._offset)]
         self._offset = offsets[-1]
@@ -441,13 +479,14 @@ def usage(answer: Finished) -> dict[str, Any]:
     }
 
 
-def _message(parts: Sequence[str | AnswerCall]) -> dict[str, Any]:
+def _message(said: Sequence[str | Reasoning | AnswerCall]) -> dict[str, Any]:
     """Return an answer's message."""
-    content = "".join(one for one in parts if isinstance(one, str))
-    calls = [_call(one) for one in parts if isinstance(one, AnswerCall)]
-    return {"role": "assistant", "content": content} | (
-        {"content": content or None, "tool_calls": calls} if calls else {}
-    )
+    content = "".join(one for one in said if isinstance(one, str))
+    reasoning = "".join(one.text for one in said if isinstance(one, Reasoning))
+    calls = [_call(one) for one in said if isinstance(one, AnswerCall)]
+    extra = {"reasoning_content": reasoning, "tool_calls": calls}
+    message = {"role": "assistant", "content": (content or None) if calls else content}
+    return message | {name: one for name, one in extra.items() if one}
 
 
 def _call(call: AnswerCall) -> dict[str, Any]:

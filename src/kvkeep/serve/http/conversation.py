@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvkeep.decode.tool_calls import CallPart, CallReader, Calls
+from kvkeep.decode.answer_form import Calls
+from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.engine.forms import of_schema
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.protocol import ChatPrompt, FormOf, StreamEvent
+from kvkeep.serve.http.protocol import ChatPrompt, Context, FormOf, StreamEvent
 from kvkeep.serve.session import Finished
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -29,11 +30,17 @@ MAX_MESSAGES, MAX_PARTS = 10_000, 1000
 
 
 def conversation(
-    messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], field: str, continues: bool = False
+    messages: Iterable[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    field: str,
+    *,
+    continues: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """Return the prompt of a conversation. The system messages at its beginning become one, as most templates take no
     more. field: the request's field with the messages, for errors. continues: whether the answer continues the last
-    message. Raises APIError for results without a call, and for calls with one id."""
+    message. variables: more variables of the chat template. Raises APIError for results without a call, and for calls
+    with one id."""
     found, known = list[dict[str, Any]](), set[str]()
     for number, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
@@ -54,8 +61,8 @@ def conversation(
     if not found:
         raise _wrong(field, "it has no messages; send at least one")
     if continues:
-        return ChatPrompt(found[:-1], found[-1]["content"], tools)
-    return ChatPrompt(found, tools=tools)
+        return ChatPrompt(found[:-1], found[-1]["content"], tools, variables or {})
+    return ChatPrompt(found, "", tools, variables or {})
 
 
 def _wrong(field: str, reason: str) -> APIError:
@@ -71,6 +78,14 @@ def tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> d
     """Return a tool as chat templates take it."""
     described = {} if description is None else {"description": description}
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables of chat templates for a request's effort of reasoning; None: it has none."""
+    if effort is None:
+        return {}
+    found: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
+    return found if effort == "none" else found | {"reasoning_effort": effort}
 
 
 @dataclass(frozen=True)
@@ -96,38 +111,38 @@ class AnswerForm:
         known = [one["function"]["name"] for one in self.tools]
         return [] if self.choice == "none" else [one for one in known if self.allowed is None or one in self.allowed]
 
+    def calls(self) -> Calls:
+        """Return which calls it may have."""
+        schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in self.tools}
+        names = [(one, schemas[one]) for one in self.names]
+        return Calls(names, self.choice == "required", self.several, self.schema)
+
     def form(self) -> tuple[str, FormOf] | None:
         """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
         text."""
-        if names := self.names:
-            schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in self.tools}
-            calls = Calls([(one, schemas[one]) for one in names], self.choice == "required", self.several, self.schema)
-            return "tools", calls.form
-        schema = self.schema
-        return None if schema is None else (self.field, lambda *_: of_schema(schema))
+        schema, calls = self.schema, self.calls()
+        if calls.tools:
+            return "tools", lambda answers, known: answers.form(calls, known)
+        if schema is None:
+            return None
+        return self.field, lambda answers, known: answers.after_reasoning(of_schema(schema), known)
 
-    def answered(self, number: str) -> Callable[[Finished], dict[str, Any]]:
-        """Return what converts an answer to a message as chat templates take it. number: the answer's id."""
-        parts = AnswerParts(self.reader(), number)
+    def answered(self, context: Context) -> Callable[[Finished], dict[str, Any]]:
+        """Return what converts an answer to a message as chat templates take it."""
+        parts = AnswerParts(context, self.calls())
 
         def message(answer: Finished) -> dict[str, Any]:
-            _, found = parts.all([answer])
-            said = parts.joined(found)
+            said = parts.joined(parts.all(answer))
             calls = [called(one.id, one.name, one.object) for one in said if isinstance(one, AnswerCall)]
+            reasoning = "".join(one.text for one in said if isinstance(one, Reasoning))
+            optional = {"reasoning_content": reasoning, "tool_calls": calls}
             content = "".join(one for one in said if isinstance(one, str))
-            return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+            return {"role": "assistant", "content": content} | {name: one for name, one in optional.items() if one}
 
         return message
 
-    def reader(self) -> CallReader | None:
-        """Return what finds the calls in the answer; None: it is text."""
-        return CallReader(self.names) if self.names else None
-
 
 # -- answers ----------------------------------------------------------------------------------------------
-
-Part = str | CallPart
-"""A part of an answer: its next text, or a part of a call."""
 
 
 @dataclass
@@ -156,46 +171,51 @@ def call_id(answer: str, index: int) -> str:
 
 
 class AnswerParts:
-    """The parts of an answer, from its events. reader: finds its calls; None: it is text. number: the answer's id."""
+    """The parts of an answer, from its events. calls: those that it may have."""
 
-    def __init__(self, reader: CallReader | None, number: str) -> None:
-        self._reader, self._number = reader, number
+    def __init__(self, context: Context, calls: Calls) -> None:
+        self._reader, self._number = context.answers.reader(calls), context.id
 
     @property
     def calls(self) -> bool:
         """Whether the answer has had a complete call."""
-        return self._reader is not None and self._reader.complete > 0
+        return self._reader.complete > 0
 
     def add(self, event: TextPiece | Finished) -> list[Part]:
         """Return the parts that an event adds."""
-        if isinstance(event, Finished):
-            return [] if self._reader is None else self._reader.rest()
-        if self._reader is None:
-            return [event.text] if event.text else []
-        return self._reader.add(event.text)
+        return self._reader.rest() if isinstance(event, Finished) else self._reader.add(event.text)
 
-    def all(self, events: Sequence[StreamEvent]) -> tuple[Finished, list[Part]]:
-        """Return the end and the parts of a complete answer. Raises the error that ended it."""
-        last = events[-1]
-        if isinstance(last, Exception):
-            raise last
-        assert isinstance(last, Finished)
-        return last, [*self.add(TextPiece(last.text)), *self.add(last)]
+    def all(self, answer: Finished) -> list[Part]:
+        """Return the parts of a complete answer."""
+        return [*self.add(TextPiece(answer.text)), *self.add(answer)]
 
     def begun(self, part: CallPart) -> AnswerCall:
         """Return the call of which this is the first part."""
         return AnswerCall(call_id(self._number, part.index), part.name, part.arguments)
 
-    def joined(self, parts: Iterable[Part]) -> list[str | AnswerCall]:
-        """Return the texts and calls of a complete answer in order."""
-        found = list[str | AnswerCall]()
+    def joined(self, parts: Iterable[Part]) -> list[str | Reasoning | AnswerCall]:
+        """Return the texts, the reasoning and the calls of a complete answer in order."""
+        found = list[str | Reasoning | AnswerCall]()
         for part in parts:
             before = found[-1] if found else None
-            if isinstance(part, str):
-                found[-1:] = [before + part] if isinstance(before, str) else [*found[-1:], part]
+            if isinstance(part, str) and isinstance(before, str):
+                found[-1] = before + part
+            elif isinstance(part, Reasoning) and isinstance(before, Reasoning):
+                found[-1] = Reasoning(before.text + part.text)
+            elif not isinstance(part, CallPart):
+                found.append(part)
             elif part.name:
                 found.append(self.begun(part))
             else:
                 assert isinstance(before, AnswerCall)
                 before.arguments += part.arguments
         return found
+
+
+def ended(events: Sequence[StreamEvent]) -> Finished:
+    """Return the end of a complete answer. Raises the error that ended it."""
+    last = events[-1]
+    if isinstance(last, Exception):
+        raise last
+    assert isinstance(last, Finished)
+    return last

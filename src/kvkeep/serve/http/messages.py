@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
+from kvkeep.decode.answer_form import Calls
+from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -15,6 +18,8 @@ from kvkeep.serve.http.conversation import (
     AnswerParts,
     called,
     conversation,
+    effort_variables,
+    ended,
     tool,
 )
 from kvkeep.serve.http.protocol import (
@@ -195,12 +200,20 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
+class Thoughts(Strict):
+    """Whether the model reasons before its answer."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class CountRequest(Strict):
     """``POST /v1/messages/count_tokens``, and the fields of a prompt."""
 
     hints: ClassVar[frozenset[str]] = frozenset({
         "betas", "billing_policy", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
-        "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
+        "service_tier", "speed", "user_profile_id", "workspace_id",
     })  # fmt: skip
     void: ClassVar[Mapping[str, Sequence[Any]]] = {"tools": ([],), "mcp_servers": ([],), "system": ("", [])}
 
@@ -209,6 +222,7 @@ class CountRequest(Strict):
     system: Texts | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = ToolChoice(type="auto")
+    thinking: Thoughts | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
 
@@ -225,7 +239,11 @@ class CountRequest(Strict):
         """Return the conversation up to its answer, or to the end of an answer that is the last message."""
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         messages = [*system, *(one for message in self.messages for one in message.plain())]
-        return conversation(messages, self.answer_form.tools, "messages", self._continues)
+        thinks = None if self.thinking is None or self.thinking.type == "adaptive" else self.thinking.type
+        variables = {} if thinks is None else effort_variables("none" if thinks == "disabled" else "medium")
+        return conversation(
+            messages, self.answer_form.tools, "messages", continues=self._continues, variables=variables
+        )
 
     @property
     def _continues(self) -> bool:
@@ -265,18 +283,25 @@ class MessagesRequest(CountRequest, AnswerRequest):
         """Strings that end the answer."""
         return self.stop_sequences or []
 
+    def calls(self) -> Calls:
+        """Return which calls the answer may have."""
+        return self.answer_form.calls()
+
     def form(self) -> tuple[str, FormOf] | None:
         """Return the form of the answer, as :meth:`AnswerRequest.form`."""
         return self.answer_form.form() or super().form()
 
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return MessageReply(context, self.answer_form)
+        return MessageReply(context, AnswerParts(context, self.calls()))
 
     def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
         """Return what converts an answer to a message as chat templates take it."""
-        return None if self._continues else self.answer_form.answered(context.id)
+        return None if self._continues else self.answer_form.answered(context)
 
+
+SIGNATURE = "kvkeep"
+"""The signature of reasoning, which Anthropic's servers check and this one does not."""
 
 # -- replies ----------------------------------------------------------------------------------------------
 
@@ -284,27 +309,21 @@ class MessagesRequest(CountRequest, AnswerRequest):
 class MessageReply:
     """The reply of a request."""
 
-    def __init__(self, context: Context, form: AnswerForm) -> None:
-        self._context, self._parts = context, AnswerParts(form.reader(), context.id)
+    def __init__(self, context: Context, parts: AnswerParts) -> None:
+        self._context, self._parts = context, parts
         self._head: dict[str, Any] = {
             "id": f"msg_{context.id}", "type": "message", "role": "assistant", "model": context.model,
         }  # fmt: skip
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
         """Return the answer as one object. Raises the error that ended it."""
-        last, parts = self._parts.all(events)
-        content: list[dict[str, Any]] = []
-        for one in self._parts.joined(parts):
-            if isinstance(one, AnswerCall):
-                content.append(_tool_use(one) | {"input": one.object})
-            else:
-                content.append({"type": "text", "text": one})
-        report = self._context.report(last)
-        return (
-            self._head
-            | {"content": content, **self._end(last), "usage": usage(last)}
-            | ({"kvkeep": report} if report else {})
-        )
+        last = ended(events)
+        content = [_block(one) for one in self._parts.joined(self._parts.all(last))]
+        return self._head | {"content": content, **self._end(last), "usage": usage(last)} | self._report(last)
+
+    def _report(self, answer: Finished) -> dict[str, Any]:
+        report = self._context.report(answer)
+        return {"kvkeep": report} if report else {}
 
     def _end(self, answer: Finished) -> dict[str, Any]:
         """Return why an answer ended."""
@@ -327,38 +346,57 @@ class MessageReply:
                 yield server_sent(self._context.to_error(event).anthropic(), "error")
                 return
             for part in self._parts.add(event):
-                text, call = (part, None) if isinstance(part, str) else (part.arguments, part)
-                name = "" if call is None else call.name
-                if name or not kind or (kind == "text") is not isinstance(part, str):
-                    if kind:
-                        yield _event("content_block_stop", index=index)
-                    index, kind = index + 1, "text" if isinstance(part, str) else "tool_use"
-                    block = _tool_use(self._parts.begun(call)) if call else {"type": "text", "text": ""}
-                    yield _event("content_block_start", index=index, content_block=block)
-                if text:
-                    delta = {"type": "text_delta", "text": text} if kind == "text" else {
-                        "type": "input_json_delta", "partial_json": text,
-                    }  # fmt: skip
+                begins = self._begun(part)
+                if begins["type"] != kind or (isinstance(part, CallPart) and part.name):
+                    for one in _closed(index, kind):
+                        yield one
+                    index, kind = index + 1, begins["type"]
+                    yield _event("content_block_start", index=index, content_block=begins)
+                if delta := _delta(part):
                     yield _event("content_block_delta", index=index, delta=delta)
             if isinstance(event, Finished):
-                if kind:
-                    yield _event("content_block_stop", index=index)
-                report = self._context.report(event)
-                yield _event(
-                    "message_delta",
-                    delta=self._end(event),
-                    usage=usage(event),
-                    **({"kvkeep": report} if report else {}),
-                )
+                for one in _closed(index, kind):
+                    yield one
+                end = {"delta": self._end(event), "usage": usage(event)}
+                yield _event("message_delta", **end, **self._report(event))
                 yield _event("message_stop")
+
+    def _begun(self, part: Part) -> dict[str, Any]:
+        """Return the empty block that begins with a part."""
+        if isinstance(part, CallPart):
+            return _block(replace(self._parts.begun(part), arguments=""))
+        return _block(Reasoning("") if isinstance(part, Reasoning) else "")
 
 
 def _event(kind: str, **fields: Any) -> str:
     return server_sent({"type": kind, **fields}, kind)
 
 
-def _tool_use(call: AnswerCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+def _closed(index: int, kind: str) -> list[str]:
+    """Return the end of a block; of none, nothing. The clients of reasoning expect a signature."""
+    if not kind:
+        return []
+    signed = {"type": "signature_delta", "signature": SIGNATURE}
+    signature = [_event("content_block_delta", index=index, delta=signed)] if kind == "thinking" else []
+    return [*signature, _event("content_block_stop", index=index)]
+
+
+def _block(said: str | Reasoning | AnswerCall) -> dict[str, Any]:
+    """Return a block of an answer."""
+    if isinstance(said, str):
+        return {"type": "text", "text": said}
+    if isinstance(said, Reasoning):
+        return {"type": "thinking", "thinking": said.text, "signature": SIGNATURE if said.text else ""}
+    return {"type": "tool_use", "id": said.id, "name": said.name, "input": said.object}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    """Return what a part adds to its block; empty: nothing."""
+    if isinstance(part, str):
+        return {"type": "text_delta", "text": part}
+    if isinstance(part, Reasoning):
+        return {"type": "thinking_delta", "thinking": part.text}
+    return {"type": "input_json_delta", "partial_json": part.arguments} if part.arguments else {}
 
 
 def usage(answer: Finished) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import (
@@ -23,7 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvkeep.decode.prompt import GENERATED, PromptText, prompt_text, texts_of
+from kvkeep.decode.answer_form import Answers, Calls, answers_to
+from kvkeep.decode.prompt import GENERATED, NUMBER, PromptText, prompt_text, texts_of
 from kvkeep.decode.replay import Generated
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.forms import of_lark, of_regex
@@ -169,11 +170,14 @@ class ChatPrompt:
     """The beginning of the answer, which the model continues."""
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that the answer may call."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the chat template."""
 
 
 Prompt = str | list[int] | ChatPrompt
-FormOf = Callable[[Any, Any], str]
-"""Returns a form for :class:`~kvkeep.engine.grammar.Grammar`, given the tokenizer and llguidance's vocabulary."""
+FormOf = Callable[[Answers, Any], str]
+"""Returns a form for :class:`~kvkeep.engine.grammar.Grammar`, given the model's format of answers and llguidance's
+vocabulary."""
 
 
 StreamEvent = TextPiece | Finished | Exception
@@ -211,6 +215,8 @@ class Context:
     prompt_tokens: int
     to_error: Callable[[Exception], APIError]
     """Converts an exception within a stream to an error."""
+    answers: Answers
+    """The format of the model's answers."""
     report: Callable[[Finished], Mapping[str, Any]] = lambda _: {}
     """Returns what the reply says of an answer in the field ``kvkeep``."""
 
@@ -254,18 +260,26 @@ class AnswerRequest(Strict):
         text."""
         regex, grammar = self.kvkeep.regex, self.kvkeep.grammar
         if regex is not None:
-            return "kvkeep.regex", lambda *_: of_regex(regex)
+            return "kvkeep.regex", lambda answers, known: answers.after_reasoning(of_regex(regex), known)
         if grammar is not None:
-            return "kvkeep.grammar", lambda *_: of_lark(grammar)
+            return "kvkeep.grammar", lambda answers, known: answers.after_reasoning(of_lark(grammar), known)
         return None
 
-    def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None) -> Ask:
-        """Return the request to the engine. grammar: the compiled :meth:`form`."""
+    def answers(self, tokenizer: Any, prompt: Sequence[int]) -> Answers:
+        """Return the format of the answers to a prompt. A worker thread calls this."""
+        return answers_to(tokenizer, prompt)
+
+    def calls(self) -> Calls:
+        """Return which calls the answer may have."""
+        return Calls()
+
+    def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None, answers: Answers) -> Ask:
+        """Return the request to the engine. grammar: the compiled :meth:`form`. answers: their format."""
         sampling = Sampling(
             self.temperature, self.top_p, self.top_k, self.min_p,
             self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed, grammar,
         )  # fmt: skip
-        return Ask(prompt, max_tokens, sampling, self.stops, self.logprob_count)
+        return Ask(prompt, max_tokens, sampling, self.stops, self.logprob_count, answers.named(self.calls()))
 
     def cache(self) -> dict[str, Any]:
         """Return method and budget, if the request names them."""
@@ -291,8 +305,8 @@ class EncodedPrompt:
 
     ids: list[int]
     messages: Sequence[tuple[int, str]] | None = None
-    """The place in the prompt's text and the role of each message; empty: that is not known; None: the prompt is not a
-    conversation."""
+    """The place in the prompt's text of each message, and the message's number and role; empty: that is not known;
+    None: the prompt is not a conversation."""
 
 
 def encoded(
@@ -310,11 +324,13 @@ def encoded(
         if isinstance(prompt, ChatPrompt):
             _check_characters(sum(map(len, texts_of([prompt.messages, prompt.tools]))) + len(prompt.answer))
             messages = list[dict[str, Any]]()
-            for one in prompt.messages:
+            for number, one in enumerate(prompt.messages):
                 known = generated(one)
-                messages.append({**one} if known is None else {**one, GENERATED: known})
-            text = prompt_text(tokenizer, messages, answer=prompt.answer, tools=prompt.tools)
-            places = [(start, one["role"]) for (start, _), one in zip(text.messages, messages, strict=False)]
+                messages.append({**one, NUMBER: number} | ({} if known is None else {GENERATED: known}))
+            text = prompt_text(
+                tokenizer, messages, answer=prompt.answer, tools=prompt.tools, variables=prompt.variables
+            )
+            places = [(start, f"{number} ({messages[number]['role']})") for number, (start, _) in text.messages.items()]
         else:
             _check_characters(len(prompt))
             text = PromptText(prompt)

@@ -17,14 +17,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, Tag, field_validator
 
 from kvkeep.blocks.records import OwnerRecords, Records
+from kvkeep.decode.answer_form import Calls
+from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     AnswerForm,
     AnswerParts,
-    Part,
     called,
     conversation,
+    effort_variables,
+    ended,
     tool,
 )
 from kvkeep.serve.http.errors import APIError
@@ -246,12 +249,20 @@ class TextOptions(Strict):
     format: TextFormat = TextFormat(type="text")
 
 
+class Effort(Strict):
+    """How much the model reasons before its answer."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "mode", "summary"})
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
 class ResponseRequest(AnswerRequest):
     """``POST /v1/responses``."""
 
     hints: ClassVar[frozenset[str]] = frozenset({
         "client_metadata", "context_management", "include", "max_tool_calls", "metadata", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier",
+        "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
         "stream_options", "truncation", "user",
     })  # fmt: skip
     void: ClassVar[Mapping[str, Sequence[Any]]] = {"tools": ([],), "background": (False,), "top_logprobs": (0,)}
@@ -264,6 +275,7 @@ class ResponseRequest(AnswerRequest):
     """The answer may have several calls."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """The maximum number of tokens of the answer."""
+    reasoning: Effort = Effort()
     text: TextOptions = TextOptions()
     previous_response_id: Name | None = None
     store: bool = True
@@ -314,7 +326,8 @@ class ResponseRequest(AnswerRequest):
             number = record["previous"]
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         before = [message for messages in reversed(earlier) for message in messages]
-        return conversation([*system, *before, *self.messages()], self.answer_form.tools, "input")
+        messages, variables = [*system, *before, *self.messages()], effort_variables(self.reasoning.effort)
+        return conversation(messages, self.answer_form.tools, "input", variables=variables)
 
     @property
     def answer_form(self) -> AnswerForm:
@@ -329,6 +342,10 @@ class ResponseRequest(AnswerRequest):
             return AnswerForm(tools, choice.mode, allowed, several, schema, "text.format")
         return AnswerForm(tools, choice, None, several, schema, "text.format")
 
+    def calls(self) -> Calls:
+        """Return which calls the answer may have."""
+        return self.answer_form.calls()
+
     def form(self) -> tuple[str, FormOf] | None:
         """Return the form of the answer, as :meth:`AnswerRequest.form`."""
         return self.answer_form.form() or super().form()
@@ -339,7 +356,7 @@ class ResponseRequest(AnswerRequest):
 
     def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
         """Return what converts an answer to a message as chat templates take it."""
-        return self.answer_form.answered(context.id)
+        return self.answer_form.answered(context)
 
 
 def _functions(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, FunctionTool]]:
@@ -369,7 +386,7 @@ class ResponseReply:
 
     def __init__(self, context: Context, request: ResponseRequest, records: OwnerRecords | None) -> None:
         self._context, self._records = context, records
-        self._parts = AnswerParts(request.answer_form.reader(), context.id)
+        self._parts = AnswerParts(context, request.calls())
         self._functions = {name: (space, one) for name, space, one in _functions(request.tools or ())}
         self._items = list[dict[str, Any]]()
         """The items of the output; the last one may be incomplete."""
@@ -393,17 +410,21 @@ class ResponseReply:
 
     def _add(self, part: Part) -> Events:
         """Add a part of the answer to the output."""
-        text = isinstance(part, str)
         last = self._items[-1] if self._items and self._items[-1]["status"] == "in_progress" else None
-        if last is None or (last["type"] == "message") is not text or (not isinstance(part, str) and part.name):
+        kind = "message" if isinstance(part, str) else "reasoning" if isinstance(part, Reasoning) else "call"
+        if last is None or _kind(last) != kind or (isinstance(part, CallPart) and part.name):
             yield from self._close()
             last = self._begin(part)
-            yield "output_item.added", {"item": {**last, "content": []} if text else {**last}}
-            if text:
+            yield "output_item.added", {"item": {**last, "content": []} if "content" in last else {**last}}
+            if "content" in last:
                 yield "content_part.added", {"item_id": last["id"], "content_index": 0, "part": last["content"][0]}
+        known = {"item_id": last["id"], "content_index": 0}
         if isinstance(part, str):
             last["content"][0] = _output_text(last["content"][0]["text"] + part)
-            yield "output_text.delta", {"item_id": last["id"], "content_index": 0, "delta": part, "logprobs": []}
+            yield "output_text.delta", known | {"delta": part, "logprobs": []}
+        elif isinstance(part, Reasoning):
+            last["content"][0] = _reasoning_text(last["content"][0]["text"] + part.text)
+            yield "reasoning_text.delta", known | {"delta": part.text}
         elif part.arguments:
             self._arguments += part.arguments
             if last["type"] == "function_call":
@@ -414,6 +435,8 @@ class ResponseReply:
         item: dict[str, Any]
         if isinstance(part, str):
             item = {"id": _new("msg"), "type": "message", "role": "assistant", "content": [_output_text("")]}
+        elif isinstance(part, Reasoning):
+            item = {"id": _new("rs"), "type": "reasoning", "summary": [], "content": [_reasoning_text("")]}
         else:
             space, function = self._functions[part.name]
             named = {"name": function.name} | ({} if space is None else {"namespace": space})
@@ -431,9 +454,10 @@ class ResponseReply:
             return
         item = self._items[-1]
         item["status"], known = status, {"item_id": item["id"]}
-        if item["type"] == "message":
+        if "content" in item:
             (part,) = item["content"]
-            yield "output_text.done", known | {"content_index": 0, "text": part["text"], "logprobs": []}
+            logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            yield f"{part['type']}.done", known | {"content_index": 0, "text": part["text"]} | logprobs
             yield "content_part.done", known | {"content_index": 0, "part": part}
         elif item["type"] == "function_call":
             item["arguments"] = self._arguments
@@ -464,8 +488,8 @@ class ResponseReply:
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
         """Return the response as one object. Raises the error that ended it."""
-        last, parts = self._parts.all(events)
-        for part in parts:
+        last = ended(events)
+        for part in self._parts.all(last):
             deque(self._add(part), 0)
         deque(self._close("completed" if last.reason == "stop" else "incomplete"), 0)
         response = self._end(last)
@@ -507,8 +531,12 @@ class ResponseReply:
 
 
 _ITEMS: dict[str, type[Item]] = {
-    "message": MessageItem, "function_call": FunctionCall, "custom_tool_call": CustomCall,
+    "message": MessageItem, "function_call": FunctionCall, "custom_tool_call": CustomCall, "reasoning": ReasoningItem,
 }  # fmt: skip
+
+
+def _kind(item: Mapping[str, Any]) -> str:
+    return item["type"] if item["type"] in ("message", "reasoning") else "call"
 
 
 def _new(kind: str) -> str:
@@ -517,6 +545,10 @@ def _new(kind: str) -> str:
 
 def _output_text(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _reasoning_text(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _described(one: FunctionTool, space: str | None) -> dict[str, Any]:

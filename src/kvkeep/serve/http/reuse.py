@@ -9,24 +9,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.blocks.records import OwnerRecords
-from kvkeep.decode.replay import Generated, answer_key
+from kvkeep.decode.answer_format import AnswerFormat
+from kvkeep.decode.replay import Generated, answer_key, spoken_after
+from kvkeep.engine.pieces import token_texts
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 from kvkeep.serve.session import Finished
 
 
-class Answers:
+class AnswerRecords:
     """The answers of a model, as records of their owners. Any thread may use them."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
-        self._model, self._ends = fingerprint_of_tokenizer(tokenizer), frozenset(ends)
+        self._tokenizer, self._ends = tokenizer, frozenset(ends)
+        self._model = fingerprint_of_tokenizer(tokenizer)
 
-    def remember(self, records: OwnerRecords, message: Mapping[str, Any], answer: Finished) -> None:
-        """Remember the tokens of an answer, whose ``message`` is as chat templates take it. One that a stop string
-        ended has tokens that no message has."""
+    def remember(
+        self, records: OwnerRecords, message: Mapping[str, Any], answer: Finished, format: AnswerFormat
+    ) -> None:
+        """Remember the tokens of an answer in this ``format``, whose ``message`` is as chat templates take it. One that
+        a stop string ended has tokens that no message has."""
         ids = [*answer.tokens[:-1]] if {*answer.tokens[-1:]} & self._ends else [*answer.tokens]
         if not ids or answer.stop is not None:
             return
-        record = {"ids": ids, "key": answer_key(message)}
+        record: dict[str, Any] = {"ids": ids, "key": answer_key(message)}
+        if (reasoning := message.get("reasoning_content")) and format.reasoning is not None:
+            texts = token_texts(self._tokenizer, ids)
+            record |= {"spoken": spoken_after(texts, reasoning, format.reasoning.end), "reasoning": reasoning}
         for name in (record["key"], *(one["id"] for one in message.get("tool_calls", ()))):
             records.put(f"{self._model} {name}", record)
 
@@ -38,7 +46,7 @@ class Answers:
         for name in (*(one["id"] for one in message.get("tool_calls", ())), key):
             found = records.get(f"{self._model} {name}")
             if found is not None and found.get("key") == key:
-                return Generated(found["ids"])
+                return Generated(found["ids"], found.get("spoken", 0), found.get("reasoning", ""))
         return None
 
 
@@ -49,8 +57,8 @@ class Reuse:
     tokenizer: Any
     prompt: Sequence[int]
     messages: Sequence[tuple[int, str]] | None
-    """For each message, the number of characters before it, and its role; empty: that is not known; None: the prompt is
-    not a conversation."""
+    """For each message, the number of characters before it, and its number and role; empty: that is not known; None:
+    the prompt is not a conversation."""
 
     def report(self, answer: Finished) -> dict[str, Any]:
         """Return what a reply tells of it."""
@@ -64,5 +72,5 @@ class Reuse:
             return found
         characters = len(self.tokenizer.decode(self.prompt[: answer.diverged + 1]))
         number = bisect_right([start for start, _ in messages], characters - 1) - 1
-        which = "the beginning" if number < 0 else f"message {number} ({messages[number][1]})"
+        which = "the beginning" if number < 0 else f"message {messages[number][1]}"
         return f"{found}; {which} differs from what was read before"

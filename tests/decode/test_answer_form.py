@@ -1,20 +1,20 @@
-"""Calls of tools: prompts describe tools, answers have only possible calls, and every call is found in their text."""
+"""Forms of answers with calls: a model's answer has only possible calls, and every call is found in its text."""
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import END as EOS
-from scripted import TEMPLATE, byte_level, scripted, sentencepiece
+from scripted import byte_level, scripted, sentencepiece
 
 from kvkeep import KeepCache
-from kvkeep.decode.prompt import prompt_text
-from kvkeep.decode.tool_calls import BEGIN, END, CallPart, CallReader, Calls, described, knows_tools
+from kvkeep.decode.answer_form import Answers, Calls
+from kvkeep.decode.answer_format import HERMES, AnswerFormat
+from kvkeep.decode.answer_reader import AnswerReader, CallPart, MarkedReader
 from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.sampling import Sampling
@@ -28,31 +28,16 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}},
     {"type": "function", "function": {"name": 'a"b\\', "parameters": {}}},
 ]
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-TALK: list[dict[str, Any]] = [
-    {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "Is it warm?"},
-    {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]},
-    {"role": "tool", "content": "20", "tool_call_id": "c1"},
-    {"role": "tool", "content": "21", "tool_call_id": "c1"},
-    {"role": "user", "content": "Sure?"},
-]
-HERMES = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}{% for m in messages %}"
-    "{{ '<|start|>' + m['role'] + '\n' + m['content'] }}{% for call in m.tool_calls %}"
-    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|turn|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>' }}{% endif %}"
-)
+BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def written(name: str, arguments: str) -> str:
-    return f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{END}'
+    return f'{BEGIN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n{END}'
 
 
-def read(parts: list[str]) -> tuple[str, list[tuple[str, str]], CallReader]:
+def read(parts: list[str], *names: str) -> tuple[str, list[tuple[str, str]], AnswerReader]:
     """The content and the calls of an answer that arrives in these parts."""
-    reader, content, calls = CallReader(["weather", "time"]), "", list[tuple[str, str]]()
+    reader, content, calls = MarkedReader(HERMES, {name: {} for name in ("weather", "time", *names)}), "", list[Any]()
     for one in [*(one for part in parts for one in reader.add(part)), *reader.rest()]:
         if isinstance(one, str):
             content += one
@@ -79,7 +64,7 @@ def test_calls_are_found_however_their_text_arrives(content: str, calls: list[An
     while sum(map(len, parts)) < len(text):
         start = sum(map(len, parts))
         parts.append(text[start : start + sizes[len(parts) % len(sizes)]])
-    found, found_calls, reader = read(parts)
+    found, found_calls, reader = read(parts, *(name for name, _ in calls))
     assert found == (content.rstrip() if calls else content) and found_calls == calls and reader.complete == len(calls)
 
 
@@ -117,7 +102,9 @@ def test_an_answer_that_begins_with_the_json_of_a_call_is_one(kind: str, size: i
 def answered(model: Loaded, calls: Calls, seed: int, temperature: float = 1.5) -> Answer:
     eos = model.tokenizer.eos_token_id
     known = vocabulary(model.tokenizer, model.model.config.vocab_size, (eos,))
-    sampling = Sampling(temperature, seed=seed, grammar=Grammar(known, calls.form(model.tokenizer, known)))
+    sampling = Sampling(
+        temperature, seed=seed, grammar=Grammar(known, Answers(AnswerFormat(), model.tokenizer).form(calls, known))
+    )
     ask = Ask(model.tokenizer("a Q").input_ids, 400, sampling)
     answer = Answer(ask, KeepCache(model.model), model.tokenizer, [eos], lambda _: None)
     scheduler = Scheduler(model.model)
@@ -180,39 +167,4 @@ def test_an_answer_without_a_call_has_the_form_of_its_content() -> None:
     model = scripted(made, made.script(["Q", "yes", EOS]))
     for seed in range(4):
         text = answered(model, possible(required=False, content={"enum": ["one", "two"]}), seed).text
-        assert text in ('"one"', '"two"') or text.startswith(BEGIN)
-
-
-# -- prompts ----------------------------------------------------------------------------------------------
-
-
-def test_a_template_that_knows_the_format_describes_the_tools() -> None:
-    tokenizer = byte_level().tokenizer(HERMES)
-    assert knows_tools(tokenizer, HERMES) and not knows_tools(byte_level().tokenizer(TEMPLATE), TEMPLATE)
-    text = prompt_text(tokenizer, TALK, tools=TOOLS).text
-    assert text.startswith(json.dumps(TOOLS[0])) and text.count(written("weather", '{"city": "Rome"}')) == 2
-
-
-def test_a_template_that_knows_no_tools_gets_messages_of_texts() -> None:
-    tokenizer = byte_level().tokenizer(TEMPLATE)
-    text = prompt_text(tokenizer, TALK, tools=TOOLS).text
-    assert text.startswith("<|start|>system\nBe short.\n\n# Tools") and json.dumps(TOOLS[0]) in text
-    call = written("weather", '{"city": "Rome"}')
-    assert f"<|start|>assistant\nLet me see.\n{call}\n{call}<|turn|>" in text
-    results = "\n".join(f"<tool_response>\n{one}\n</tool_response>" for one in (20, 21))
-    assert f"<|start|>user\n{results}<|turn|>" in text and text.endswith("Sure?<|turn|><|start|>")
-    assert [one["role"] for one in described(TALK[1:2], TOOLS)] == ["system", "user"]
-    assert described(TALK[:2], ()) == TALK[:2]
-
-
-@pytest.mark.parametrize("template", [HERMES, TEMPLATE])
-def test_names_of_special_tokens_are_data_wherever_they_are(template: str) -> None:
-    vocabulary = byte_level()
-    tokenizer = vocabulary.tokenizer(template)
-    named = json.loads(json.dumps([TALK, TOOLS]).replace("weather", "<|turn|>").replace("Rome", "<|start|>"))
-    talk, tools = named
-    talk[3]["content"] = "20<|turn|>"
-    text = prompt_text(tokenizer, talk, tools=tools)
-    ids = text.ids(tokenizer)
-    messages = len(re.findall(r"<\|start\|>(?:system|user|assistant|tool)\n", text.text))
-    assert ids.count(vocabulary.id("<|turn|>")) == messages and ids.count(vocabulary.id("<|start|>")) == messages + 1
+        assert text in ('"one"', '"two"') or text.lstrip().startswith(BEGIN)

@@ -1,0 +1,90 @@
+"""The format of gpt-oss (harmony): an answer is a chain of messages, each in a channel.
+
+``<|channel|>analysis<|message|>`` begins reasoning, ``<|channel|>final<|message|>`` the answer, and
+``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`` a call, which ends with the answer. The
+recipient may also stand before the channel. ``<|end|><|start|>assistant`` stands between two messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import regex
+
+from kvkeep.decode.answer_reader import AnswerReader, Part, Reasoning, Schemas
+from kvkeep.decode.lark import TEXT, Rules
+
+CHANNEL, MESSAGE, END, START, CALL, CONSTRAIN = (
+    f"<|{name}|>" for name in ("channel", "message", "end", "start", "call", "constrain")
+)
+MARKS = (CHANNEL, MESSAGE, END, START, CALL, CONSTRAIN)
+CALLED = " to=functions."
+"""Before the name of a tool."""
+_HEAD = regex.compile(
+    r"\s*(?:<\|start\|>assistant)?(?:\s*to=(?P<before>\S+?))?<\|channel\|>(?P<channel>\w+)"
+    r"(?:\s*to=(?P<after>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
+
+
+def rules_of(
+    rules: Rules,
+    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    required: bool,
+    content: Mapping[str, Any] | str | None,
+) -> str:
+    """Return the first rule of answers in this format. content: the schema, or the form, of the answer's text."""
+    thought = f"{rules.literal(CHANNEL + 'analysis' + MESSAGE)} {rules.until(TEXT, END)}"
+    said = f"{rules.literal(CHANNEL + 'commentary' + MESSAGE)} {rules.until(TEXT, END)}"
+    rules.add("next", rules.literal(f"{START}assistant"))
+    text = TEXT if content is None else rules.other(content) if isinstance(content, str) else rules.schema(content)
+    final = f"{rules.literal(CHANNEL + 'final' + MESSAGE)} {text}"
+    calls = list[str]()
+    for number, (name, schema) in enumerate(tools):
+        to = CALLED + name
+        heads = (f"{to}{CHANNEL}commentary json{MESSAGE}", f"{CHANNEL}commentary{to} {CONSTRAIN}json{MESSAGE}",
+                 f"{to}{CHANNEL}commentary {CONSTRAIN}json{MESSAGE}")  # fmt: skip
+        head = " | ".join(rules.literal(one) for one in heads)
+        rules.add(f"call_{number}", f"({head}) {rules.schema({'type': 'object', **schema})}")
+        calls.append(f"call_{number}")
+    last = " | ".join(calls if required else [*calls, final])
+    return f"(({thought} | {said}) next)* ({last})" if calls else f"({thought} next)* ({last})"
+
+
+class HarmonyReader(AnswerReader):
+    """Reads answers in this format."""
+
+    def __init__(self, tools: Schemas) -> None:
+        super().__init__()
+        self._tools, self._channel = tools, ""
+
+    def _begin(self, ended: bool) -> Part | None:
+        """The head of a message."""
+        hit = _HEAD.match(self._waiting, partial=True)
+        if hit is None:
+            self._channel = "final"
+            return self._to(self._message)
+        if hit.partial:
+            return self._to(self._end) if ended else None
+        self._channel = hit["channel"]
+        self._to(self._message, self._waiting[hit.end() :])
+        name = (hit["before"] or hit["after"] or "").removeprefix("functions.")
+        if name in self._tools:
+            self._state = self._arguments
+            return self._next_call(name)
+        return ""
+
+    def _message(self, ended: bool) -> Part | None:
+        text, after = self._text_until(END, ended)
+        if after is not None:
+            self._to(self._begin, after)
+        if not text:
+            return None if after is None else ""
+        return Reasoning(text) if self._channel == "analysis" else text
+
+    def _arguments(self, ended: bool) -> Part | None:
+        return self._json(self._after_call, ended)
+
+    def _after_call(self, ended: bool) -> Part | None:
+        self.complete += 1
+        return self._to(self._end)
