@@ -37,7 +37,7 @@ TOOLS = [
 ALL = {**TEMPLATES, "harmony": HARMONY, "granite 3": GRANITE}
 ASK = {"role": "user", "content": "Is it warm?"}
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Co"], include_characters="\n")).filter(
-    lambda text: "<" not in text and "[" not in text and not text.strip() != text
+    lambda text: "<" not in text and "[" not in text and text.strip() == text
 )
 ARGUMENTS = st.fixed_dictionaries(
     {"city": TEXT},
