@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 import pytest
+from answer_formats import HARMONY, TEMPLATES, with_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import END as EOS
@@ -15,9 +17,11 @@ from kvkeep import KeepCache
 from kvkeep.decode.answer_form import Answers, Calls
 from kvkeep.decode.answer_format import HERMES, AnswerFormat
 from kvkeep.decode.answer_reader import AnswerReader, CallPart, MarkedReader
+from kvkeep.decode.recognition import answer_format
 from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 
 pytest.importorskip("llguidance")
@@ -168,3 +172,83 @@ def test_an_answer_without_a_call_has_the_form_of_its_content() -> None:
     for seed in range(4):
         text = answered(model, possible(required=False, content={"enum": ["one", "two"]}), seed).text
         assert text in ('"one"', '"two"') or text.lstrip().startswith(BEGIN)
+
+
+# -- bad input --------------------------------------------------------------------------------------------
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "text": {"type": "string"}}}
+GOOD: dict[str, Any] = {
+    "a cycle": {"properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": NODE}},
+    "10,000 alternatives": {"properties": {"a": {"enum": [f"v{number}" for number in range(10_000)]}}},
+    "bounds": {"properties": {"a": {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1}}},
+    "a dialect": {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"a": {}}},
+    "unions": {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": ["integer", "null"]}, NODE]}},
+               "$defs": {"node": NODE}},
+    "nothing": {},
+    "any fields": {"type": "object", "additionalProperties": {"type": "string"}},
+    "a reference at the top": {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+    "a pattern": {"properties": {"a": {"type": "string", "pattern": "^a/[0-9]+$", "maxLength": 9}}},
+}  # fmt: skip
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a reference to nothing": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "does not exist"),
+    "an unknown type": ({"properties": {"a": {"type": "b"}}}, "Invalid type"),
+    "a wrong pattern": ({"properties": {"a": {"type": "string", "pattern": "(a"}}, "required": ["a"]}, "unclosed"),
+    "a list of properties": ({"properties": [1]}, "properties"),
+    "one required name": ({"properties": {"a": {}}, "required": "a"}, "required"),
+    "false": ({"properties": {"a": False}, "required": ["a"]}, "nsatisfiable"),
+    "10,000 objects": ({"properties": {"a": {"anyOf": [
+        {"type": "object", "properties": {f"k{number}": {}}} for number in range(10_000)]}}}, "too large|simpler"),
+}  # fmt: skip
+FORMATS = ("hermes", "qwen3 coder", "glm", "harmony")
+
+
+def compiled(template: str, name: str, schema: dict[str, Any]) -> Grammar:
+    tokenizer, known = tokenizer_of(template)
+    answers = Answers(answer_format(tokenizer), tokenizer)
+    return Grammar(known, answers.form(Calls([(name, schema)]), known))
+
+
+@lru_cache
+def tokenizer_of(template: str) -> tuple[Any, Any]:
+    tokenizer = with_tokens(byte_level().tokenizer({**TEMPLATES, "harmony": HARMONY}[template]))
+    return tokenizer, vocabulary(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+
+
+@pytest.mark.parametrize("template", FORMATS)
+@pytest.mark.parametrize("kind", GOOD)
+def test_schemas_of_real_agents_compile(template: str, kind: str) -> None:
+    compiled(template, "weather", GOOD[kind])
+
+
+@pytest.mark.parametrize("template", FORMATS)
+@pytest.mark.parametrize("kind", WRONG)
+def test_other_schemas_are_refused_with_a_sentence(template: str, kind: str) -> None:
+    schema, words = WRONG[kind]
+    with pytest.raises(UsageError, match=words) as error:
+        compiled(template, "weather", schema)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+def test_arguments_written_one_by_one_need_properties() -> None:
+    with pytest.raises(UsageError, match="describe them by 'properties'"):
+        compiled("glm", "weather", {"anyOf": [NODE, {"type": "object"}]})
+
+
+@pytest.mark.parametrize("template", [*FORMATS, "mistral with marks", "granite 4"])
+@pytest.mark.parametrize("name", ["<tool_call>", "[ARGS]", "<|turn|>", "<|channel|>", 'a/b"\\', "wétter", ".*", "{"])
+def test_a_tool_named_as_a_mark_is_called_by_its_characters(template: str, name: str) -> None:
+    """Its name is spelt by ordinary tokens, and the call is read back."""
+    tokenizer, known = tokenizer_of(template)
+    found = answer_format(tokenizer)
+    answers, calls = Answers(found, tokenizer), Calls([(name, CITY)], True)
+    text = f" to=functions.{name}<|channel|>commentary json<|message|>" + '{"city": "Rome"}'
+    text = text if found.calls is None else found.written([(name, {"city": "Rome"})])
+    head = " to=functions." if found.calls is None else found.calls.head
+    name_in_text = name if found.calls is None else found.calls.name(name)
+    rest = text.removeprefix(head).removeprefix(name_in_text)
+    ids = [one for part in (head, *name_in_text, rest) for one in tokenizer(part, add_special_tokens=False).input_ids]
+    matcher = Grammar(known, answers.form(calls, known))._matcher.deep_copy()
+    assert matcher.validate_tokens(ids) == len(ids)
+    reader = answers.reader(calls)
+    parts = [one for one in [*reader.add(text), *reader.rest()] if isinstance(one, CallPart)]
+    assert parts[0].name == name and json.loads("".join(one.arguments for one in parts)) == {"city": "Rome"}

@@ -17,7 +17,7 @@ from kvkeep.decode.answer_format import AnswerFormat, CallFormat, FieldFormat
 from kvkeep.decode.answer_reader import BARE, BARE_KEYS, AnswerReader, MarkedReader
 from kvkeep.decode.lark import TEXT, Rules
 from kvkeep.decode.recognition import answer_format
-from kvkeep.decode.schemas import branches, is_text
+from kvkeep.decode.schemas import branches, is_text, resolved
 from kvkeep.engine.pieces import token_texts
 from kvkeep.errors import UsageError
 
@@ -136,7 +136,7 @@ class _Call:
     def __init__(self, rules: Rules, written: CallFormat, number: int, name: str, schema: Schema) -> None:
         self._rules, self._number, self._name = rules, number, name
         self.rule = f"call_{number}"
-        begin = rules.literal(written.name(name) + written.named)
+        begin = f"{rules.plain(written.name(name))} {rules.literal(written.named)}"
         if written.fields is None:
             self._arguments = rules.schema({"type": "object", **schema})
             rules.add(self.rule, f"{begin} {self._arguments}")
@@ -155,15 +155,18 @@ class _Call:
 
     def _fields(self, fields: FieldFormat, schema: Schema) -> str:
         """Return the rules of arguments that are written one by one, in the order of the schema."""
+        root, schema = schema, resolved(schema, schema)
+        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            return self._rules.schema({"type": "object", **schema})  # llguidance says what is wrong
         if any(one in schema for one in _UNIONS):
             raise UsageError(
                 f"The model writes each argument by itself, and the schema of the tool '{self._name[:100]}' describes "
-                "them by references or unions; describe them by 'properties'."
+                "them by unions or conditions; describe them by 'properties'."
             )
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
         missing = [one for one in required if one not in properties]
         rules = [
-            (_field(self._rules, fields, key, one, schema), "" if key in required else "?")
+            (_field(self._rules, fields, key, one, root), "" if key in required else "?")
             for key, one in {**properties, **dict.fromkeys(missing, True)}.items()
         ]
         return " ".join(rule + optional for rule, optional in rules) or self._rules.literal(fields.none)
@@ -171,20 +174,20 @@ class _Call:
 
 def _field(rules: Rules, fields: FieldFormat, key: str, schema: Any, root: Schema) -> str:
     """Return the rule of one argument."""
-    begin, after = rules.literal(fields.before + key), rules.literal(fields.after)
+    begin, after = f"{rules.literal(fields.before)} {rules.plain(key)}", rules.literal(fields.after)
     text, other = rules.literal(fields.text), rules.literal(fields.other)
     known = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    texts, patterns, values = list[str](), list[str](), list[str]()
+    texts, patterns, values = list[str](), list[str](), list[Any]()
     for one in branches(schema, root):
         if not is_text(one):
-            values.append(rules.schema({**one, **known} if isinstance(one, Mapping) else {"not": {}}))
+            values.append(one)
         elif isinstance(one, Mapping) and "const" in one:
-            texts.append(rules.literal(one["const"]))
+            texts.append(rules.plain(one["const"]))
         else:
             patterns.append(_text(one))
     found = [f"{begin} {text} ({' | '.join(texts)}) {after}"] if texts else []
     found += [f"{begin} {text} {rules.until(one, fields.after)}" for one in dict.fromkeys(patterns)]
-    found += [f"{begin} {other} ({' | '.join(values)}) {after}"] if values else []
+    found += [f"{begin} {other} {rules.schema({'anyOf': values, **known})} {after}"] if values else []
     return rules.new("field", " | ".join(found))
 
 

@@ -272,7 +272,7 @@ def _dumped(text: str) -> str:
 def _pattern(literal: str) -> str:
     """Return the regular expression of a literal. Between its words may be other spaces, or none."""
     parts = re.split(f"(\\s+|[{''.join(HOLES)}])", literal)
-    return "".join(HOLES.get(one, r"\s*" if one.isspace() else re.escape(one)) for one in parts)
+    return "".join(HOLES.get(one, r"\s*+" if one.isspace() else re.escape(one)) for one in parts)
 
 
 class _JsonObject:

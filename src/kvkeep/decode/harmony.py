@@ -7,6 +7,7 @@ recipient may also stand before the channel. ``<|end|><|start|>assistant`` stand
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,8 @@ CHANNEL, MESSAGE, END, START, CALL, CONSTRAIN = (
 MARKS = (CHANNEL, MESSAGE, END, START, CALL, CONSTRAIN)
 CALLED = " to=functions."
 """Before the name of a tool."""
-_HEAD = regex.compile(
-    r"\s*(?:<\|start\|>assistant)?(?:\s*to=(?P<before>\S+?))?<\|channel\|>(?P<channel>\w+)"
-    r"(?:\s*to=(?P<after>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
-)
+_TO = r"(?:\s*to=(?:functions\.)?(?P<%s>%s|\S+?))?"
+"""The recipient of a message: a tool, or another one."""
 
 
 def rules_of(
@@ -41,10 +40,9 @@ def rules_of(
     final = f"{rules.literal(CHANNEL + 'final' + MESSAGE)} {text}"
     calls = list[str]()
     for number, (name, schema) in enumerate(tools):
-        to = CALLED + name
-        heads = (f"{to}{CHANNEL}commentary json{MESSAGE}", f"{CHANNEL}commentary{to} {CONSTRAIN}json{MESSAGE}",
-                 f"{to}{CHANNEL}commentary {CONSTRAIN}json{MESSAGE}")  # fmt: skip
-        head = " | ".join(rules.literal(one) for one in heads)
+        to, json = f"{rules.plain(CALLED + name)}", rules.literal(f" {CONSTRAIN}json{MESSAGE}")
+        channel, plain = rules.literal(f"{CHANNEL}commentary"), rules.literal(f" json{MESSAGE}")
+        head = f"{to} {channel} ({plain} | {json}) | {channel} {to} {json}"
         rules.add(f"call_{number}", f"({head}) {rules.schema({'type': 'object', **schema})}")
         calls.append(f"call_{number}")
     last = " | ".join(calls if required else [*calls, final])
@@ -57,10 +55,14 @@ class HarmonyReader(AnswerReader):
     def __init__(self, tools: Schemas) -> None:
         super().__init__()
         self._tools, self._channel = tools, ""
+        names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True)) or r"\S+?"
+        head = r"\s*(?:<\|start\|>assistant)?" + _TO % ("before", names) + r"<\|channel\|>(?P<channel>\w+)"
+        head += _TO % ("after", names) + r"\s*(?:<\|constrain\|>)?(?:\w+)?<\|message\|>"
+        self._head = regex.compile(head)
 
     def _begin(self, ended: bool) -> Part | None:
         """The head of a message."""
-        hit = _HEAD.match(self._waiting, partial=True)
+        hit = self._head.match(self._waiting, partial=True)
         if hit is None:
             self._channel = "final"
             return self._to(self._message)
@@ -68,7 +70,7 @@ class HarmonyReader(AnswerReader):
             return self._to(self._end) if ended else None
         self._channel = hit["channel"]
         self._to(self._message, self._waiting[hit.end() :])
-        name = (hit["before"] or hit["after"] or "").removeprefix("functions.")
+        name = hit["before"] or hit["after"] or ""
         if name in self._tools:
             self._state = self._arguments
             return self._next_call(name)

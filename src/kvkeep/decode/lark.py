@@ -32,6 +32,11 @@ class Rules:
         self.add(name, rule)
         return name
 
+    @staticmethod
+    def plain(text: str) -> str:
+        """Return a text of a request as a literal. Names of special tokens in it are spelt."""
+        return json.dumps(text, ensure_ascii=False)
+
     def literal(self, text: str) -> str:
         """Return a literal, in which names of special tokens are these tokens."""
         return " ".join(self._parts(text))

@@ -130,7 +130,7 @@ def _calls(write: Write, end: str, reasoning: ReasoningFormat | None) -> AnswerF
         found = _literals(write, answer, count, end, reasoning)
         if found is not None:
             return AnswerFormat(found, None, False, True, False, as_text, empty)
-        taken = taken or (_NAMES[0] in text and _KEYS[0] in text)
+        taken = taken or (not as_text and _NAMES[0] in text and _KEYS[0] in text)
     return AnswerFormat()
 
 
