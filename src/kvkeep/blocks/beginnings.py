@@ -64,7 +64,7 @@ def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int
     names = [BlockName(space, key) for key in chain(first, prompt[:-1])]
     names = names[: folder.use(names)]
     tail = BlockName(space, tail_key(names[-1].key if names else first.hex()))
-    return [*names, tail] if folder.use([tail]) else names
+    return [*names, tail] if folder.use([tail], saved=len(names) + 1) else names
 
 
 def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], prompt: Sequence[int]) -> int:
@@ -114,7 +114,9 @@ def _last_state(folder: BlockFolder, names: Sequence[BlockName], blocks: list[Bl
             return {name: tensor for name, tensor in blocks[-1].items() if name.startswith("layer.")}
         name = names[len(blocks) - 1]
         with suppress(StoreError):
-            return folder.read(BlockName(name.space, state_key(name.key)))
+            state = folder.read(one := BlockName(name.space, state_key(name.key)))
+            folder.use([one], saved=len(blocks))
+            return state
         blocks.pop()
     return {}
 
@@ -156,14 +158,15 @@ def keep(
     for number in range(known, len(names)):
         if stop():
             return
-        folder.write(names[number], text.block(number, [ids]))
+        folder.write(names[number], text.block(number, [ids]), text=names)
     for length, state in cache.stream.record.block_ends.items():
         if length <= len(names) * BLOCK:
-            folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state)
+            folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state, text=names)
     if len(names) == len(keys) and not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)
         tail[NAME_OF_IDS] = torch.tensor([ids[text.blocks.stop * BLOCK :]], dtype=torch.int32)
-        folder.write(BlockName(space, tail_key(keys[-1] if keys else first.hex())), tail, replace=True)
+        name = BlockName(space, tail_key(keys[-1] if keys else first.hex()))
+        folder.write(name, tail, replace=True, text=[*names, name])
 
 
 def _first(cache: KeepCache) -> bytes | None:
