@@ -313,6 +313,8 @@ class Job:
     """Bytes of memory that it may use."""
     scheduled: ScheduledAnswer | None = None
     """The answer in the scheduler."""
+    read: int = 0
+    """The number of first tokens of the prompt that its cache holds. Any thread may read this."""
     cancelled: bool = False
     _listener_failed: bool = False
 

@@ -22,6 +22,7 @@ from kvkeep.serve.http.protocol import (
     FormOf,
     Name,
     Object,
+    Progress,
     Prompt,
     Reply,
     StreamEvent,
@@ -359,8 +360,8 @@ class Choices:
             return "length"
         return "tool_calls" if self._reader is not None and self._reader.complete else "stop"
 
-    async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events. An error is an object, and None is a comment."""
+    async def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events. An error is an object, and progress is a comment."""
         if self._chat:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
@@ -375,8 +376,8 @@ class Choices:
                 yield self._chunk({"delta": {}} if self._chat else {"text": ""}, self._reason(event))
                 if self._with_usage:
                     yield _event(self._head | {"object": self._chunk_kind, "choices": [], "usage": usage(event)})
-            elif event is None:
-                yield ": the prompt is being read\n\n"
+            elif isinstance(event, Progress):
+                yield event.comment
             else:
                 yield _event(self._to_error(event).body())
         yield "data: [DONE]\n\n"
