@@ -11,13 +11,25 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.text import NAME_OF_IDS, Block, TextRows, chain, entry_forms, forms, origin, state_key, tail_key
+from kvkeep.blocks.text import (
+    NAME_OF_IDS,
+    Block,
+    TextRows,
+    belongs_to_sessions,
+    chain,
+    entry_forms,
+    forms,
+    origin,
+    state_key,
+    tail_key,
+)
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix
@@ -167,6 +179,20 @@ def keep(
         tail[NAME_OF_IDS] = torch.tensor([ids[text.blocks.stop * BLOCK :]], dtype=torch.int32)
         name = BlockName(space, tail_key(keys[-1] if keys else first.hex()))
         folder.write(name, tail, replace=True, text=[*names, name])
+
+
+class Stored(NamedTuple):
+    """What prompts can begin with."""
+
+    tokens: int
+    bytes: int
+
+
+def stored(folder: BlockFolder) -> Stored:
+    """Return the tokens and bytes of all blocks with which a prompt of their owner can begin."""
+    names = [name for name in folder.names() if not belongs_to_sessions(name.key)]
+    tokens = sum(folder.shapes(name).get(NAME_OF_IDS, (0,))[-1] for name in names)
+    return Stored(tokens, sum(map(folder.size, names)))
 
 
 def _first(cache: KeepCache) -> bytes | None:

@@ -248,6 +248,14 @@ class BlockFolder:
         facts = self._facts(name)
         return 0 if facts is None else facts.st_size
 
+    def shapes(self, name: BlockName) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a block's tensors, which are not read; none if its file cannot be read."""
+        with suppress(OSError, StoreError, LookupError, TypeError, ValueError, AttributeError):
+            with os.fdopen(open_file(self.path(name)), "rb") as file:
+                about, _ = _description(file.read(HEADER.size), file.read)
+            return {key: (*shape,) for key, (_, shape, _) in about["tensors"].items()}
+        return {}
+
     def read(self, name: BlockName, home: Place = MEMORY) -> dict[str, Tensor]:
         """Return a block's tensors, in memory of ``home``, which maps. What this program holds of the block already is
         used again. The checksum is compared either way. Raises BlockMissing if there is no file or it cannot be read,

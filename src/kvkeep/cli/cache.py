@@ -76,16 +76,21 @@ def cache(context: typer.Context) -> None:
 @options.command
 def list_(place: StorePlace, json: options.Json = False) -> None:
     """List the sessions, last used first, and the size of the whole store."""
+    from kvkeep.blocks import beginnings
+
     store = place.store()
     if not json:
         _list(store)
         return
     found, (blocks, count) = store.sessions(), store.blocks.count()
     total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
+    total["beginnings"] = beginnings.stored(store.blocks)._asdict()
     print_json({"sessions": [_facts(info) for info in found]} | total)
 
 
 def _list(store: Store) -> None:
+    from kvkeep.blocks import beginnings
+
     found, (blocks, count) = store.sessions(), store.blocks.count()
     table = Table(box=None, header_style="bold")
     for heading in ("session", "size", "used", "saves", "tokens", "method", "budget", "model"):
@@ -98,6 +103,8 @@ def _list(store: Store) -> None:
         show(table)
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
     note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
+    if (kept := beginnings.stored(store.blocks)).tokens:
+        note(f"Prompts can begin with {kept.tokens:,} tokens of them ({size(kept.bytes)}).")
 
 
 @app.command("show")

@@ -68,7 +68,10 @@ def read_ahead(
 ) -> None:
     """Read a text, whose first ``known`` tokens are stored, and store it; end early, after storing what was read, if
     ``interrupted`` returns True. advance: receives the number of tokens read. The engine's thread runs. Raises the
-    error of reading it."""
+    error of reading it, and UsageError for a text that is too long for the model."""
+    positions = engine.positions({})
+    if positions is not None and len(ids) >= positions:
+        raise UsageError(f"The text has {len(ids):,} tokens, and the model's context {positions:,}; shorten it.")
     for end in (*range(known + PART, len(ids), PART), len(ids)):
         if interrupted():
             return
