@@ -84,8 +84,8 @@ def list_(place: StorePlace, json: options.Json = False) -> None:
         return
     found, (blocks, count) = store.sessions(), store.blocks.count()
     total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
-    total["beginnings"] = beginnings.stored(store.blocks)._asdict()
-    print_json({"sessions": [_facts(info) for info in found]} | total)
+    kept = beginnings.stored(store.blocks)._asdict()
+    print_json({"sessions": [_facts(info) for info in found], "beginnings": kept} | total)
 
 
 def _list(store: Store) -> None:
