@@ -1,4 +1,4 @@
-"""Blocks in a folder: whole or not there, within the quota of all programs, the least recently used gone first."""
+"""Blocks in a folder: whole or not there, within the quota of all programs, what is worth the least gone first."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def filled(path: Path, count: int, blocks: int) -> BlockFolder:
     folder = BlockFolder(path, count * FILE)
     for number in range(blocks):
         folder.write(name(number), block(number))
-        folder.use([name(number)], number)
+        os.utime(folder.path(name(number)), ns=(number, number))
     return folder
 
 

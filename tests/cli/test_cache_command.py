@@ -129,6 +129,7 @@ def test_the_folder_is_the_users_unless_one_is_named(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
     empty = json.loads(run("cache", "list", "--json")[1])
     where = str(tmp_path / "none" / "kvkeep" / "store")
+    assert empty.pop("beginnings") == {"tokens": 0, "bytes": 0}
     assert empty == {"sessions": [], "blocks": 0, "bytes": 0, "quota": 2 * 10**9, "folder": where}
     code, _, err = run("chat", "--sessions", folder)
     assert code == 2 and "--session NAME" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -22,6 +23,7 @@ from running import BODY, KEYS, bearer, figures, held, post, serving, streamed, 
 
 from kvkeep.blocks.store import Store
 from kvkeep.cli.serve.address import Address, https
+from kvkeep.engine import answer
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering, connection
@@ -138,19 +140,43 @@ def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(
     server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answering, "FIRST_EVENT_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(answering, "PROGRESS_S", 0.05)
     address, engine = server
     for own, last in (({}, '"finish_reason":"length"'), ({"kvkeep": {"budget": "1KB"}}, '"error":{"message"')):
         with held(engine) as gate, streamed(address, {**BODY, **own}) as found:
             lines = (line for line in found.iter_lines() if line)
             assert found.status_code == 200 and '"role"' in next(lines)
-            assert next(lines).startswith(": ") and next(lines).startswith(": ")
+            assert all(re.fullmatch(r": reading 0 of \d+ tokens", next(lines)) for _ in range(2))
             gate.set()
             rest = [*lines]
         assert rest[-1] == "data: [DONE]" and last in rest[-2]
     counted = figures(address)
     assert counted[REJECTED + '{reason="budget"}'] == 1  # a client's mistake, and no failure
     assert 'kvkeep_requests_ended_total{reason="failed"}' not in counted
+
+
+def test_a_stream_tells_how_much_of_its_prompt_is_read(
+    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And begins as soon as there is something to tell."""
+    address, engine = server
+    monkeypatch.setattr(answering, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(answer, "CHUNK", 4)
+    step = engine.step
+
+    def slow(wait: bool = False) -> bool:
+        time.sleep(0.03)
+        return step(wait)
+
+    monkeypatch.setattr(engine, "step", slow)
+    body = {**BODY, "messages": [{"role": "user", "content": "the river " * 20}], "max_tokens": 1}
+    with streamed(address, {**body, "stream_options": {"include_usage": True}}) as found:
+        lines = [line for line in found.iter_lines() if line]
+    usage = json.loads(lines[-2].removeprefix("data: "))["usage"]
+    told = [re.fullmatch(r": reading (\d+) of (\d+) tokens", line) for line in lines if line.startswith(":")]
+    read = [int(one[1]) for one in told if one]
+    assert {int(one[2]) for one in told if one} == {usage["prompt_tokens"]}
+    assert read == sorted(read) and len({*read}) > 3 and read[-1] <= usage["prompt_tokens"]
 
 
 def test_headers_that_never_end_are_let_go(server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:

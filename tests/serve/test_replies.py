@@ -15,7 +15,7 @@ from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.completions import Choices
 from kvkeep.serve.http.conversation import AnswerParts
 from kvkeep.serve.http.errors import api_error
-from kvkeep.serve.http.protocol import Context
+from kvkeep.serve.http.protocol import Context, Progress
 from kvkeep.serve.session import Finished
 
 BREAKS = "a\nb\rc\vd\fe\x1cf\x1dg\x1eh\x85i\u2028j\u2029k"
@@ -27,7 +27,7 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
 
     async def events() -> AsyncIterator[Any]:
         yield TextPiece(text)
-        yield None
+        yield Progress(1024, 20_000)
         yield Finished("stop", text, (1, 2), 3, 4, 2)
 
     async def read() -> str:
@@ -41,7 +41,8 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
 @pytest.mark.parametrize("chat", [True, False])
 def test_an_event_is_one_line_whatever_the_text(chat: bool) -> None:
     assert len(BREAKS.splitlines()) == 11
-    lines = [line for line in streamed(BREAKS, chat, False) if line and not line.startswith(":")]
+    lines = [line for line in streamed(BREAKS, chat, False) if line]
+    lines.remove(": reading 1024 of 20000 tokens")
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
     choices = [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
     assert BREAKS in [one["delta"].get("content") if chat else one["text"] for one in choices]

@@ -203,7 +203,7 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
         assert two.ended.cached > 0 and not [*tmp_path.rglob("*.session")]
     ids += [*two.ended.tokens, *parts[2]]
     told(engine, text(20, 9), "other")
-    first, last = engine.sessions.idle()
+    first, last = engine.sessions.in_order_of_eviction()
     assert (first.key[1], last.key[1]) == ("other", "talk")
     engine.sessions.park(last)
     assert Store(tmp_path).info("me/talk").saves == 1

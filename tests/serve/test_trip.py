@@ -31,9 +31,9 @@ MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/r
 """The model computes, and a token is chosen."""
 BESIDE = (
     "errors.py", "decode/texts.py", "serve/http/connection.py", "serve/http/errors.py", "serve/http/metrics.py",
-    "serve/beginnings.py", "serve/session_storage.py",
+    "serve/beginnings.py", "serve/session_storage.py", "blocks/value.py",
 )  # fmt: skip
-"""Limits of time, errors, figures, and a store, which this server does not have."""
+"""Limits of time, errors, figures, what a text is worth, and a store, which this server does not have."""
 
 
 @pytest.fixture

@@ -122,9 +122,9 @@ class Slow(BlockFolder):
         super().__init__(folder, 10**6)
         self.gate = threading.Event()
 
-    def write(self, *arguments: Any) -> int:
+    def write(self, *arguments: Any, **options: Any) -> int:
         self.gate.wait(10)
-        return super().write(*arguments)
+        return super().write(*arguments, **options)
 
 
 @pytest.fixture

@@ -11,13 +11,25 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
-from kvkeep.blocks.text import NAME_OF_IDS, Block, TextRows, chain, entry_forms, forms, origin, state_key, tail_key
+from kvkeep.blocks.text import (
+    NAME_OF_IDS,
+    Block,
+    TextRows,
+    belongs_to_sessions,
+    chain,
+    entry_forms,
+    forms,
+    origin,
+    state_key,
+    tail_key,
+)
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.cached_text import common_prefix
@@ -64,7 +76,7 @@ def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int
     names = [BlockName(space, key) for key in chain(first, prompt[:-1])]
     names = names[: folder.use(names)]
     tail = BlockName(space, tail_key(names[-1].key if names else first.hex()))
-    return [*names, tail] if folder.use([tail]) else names
+    return [*names, tail] if folder.use([tail], saved=len(names) + 1) else names
 
 
 def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], prompt: Sequence[int]) -> int:
@@ -114,7 +126,9 @@ def _last_state(folder: BlockFolder, names: Sequence[BlockName], blocks: list[Bl
             return {name: tensor for name, tensor in blocks[-1].items() if name.startswith("layer.")}
         name = names[len(blocks) - 1]
         with suppress(StoreError):
-            return folder.read(BlockName(name.space, state_key(name.key)))
+            state = folder.read(one := BlockName(name.space, state_key(name.key)))
+            folder.use([one], saved=len(blocks))
+            return state
         blocks.pop()
     return {}
 
@@ -156,14 +170,29 @@ def keep(
     for number in range(known, len(names)):
         if stop():
             return
-        folder.write(names[number], text.block(number, [ids]))
+        folder.write(names[number], text.block(number, [ids]), text=names)
     for length, state in cache.stream.record.block_ends.items():
         if length <= len(names) * BLOCK:
-            folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state)
+            folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state, text=names)
     if len(names) == len(keys) and not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)
         tail[NAME_OF_IDS] = torch.tensor([ids[text.blocks.stop * BLOCK :]], dtype=torch.int32)
-        folder.write(BlockName(space, tail_key(keys[-1] if keys else first.hex())), tail, replace=True)
+        name = BlockName(space, tail_key(keys[-1] if keys else first.hex()))
+        folder.write(name, tail, replace=True, text=[*names, name])
+
+
+class Stored(NamedTuple):
+    """What prompts can begin with."""
+
+    tokens: int
+    bytes: int
+
+
+def stored(folder: BlockFolder) -> Stored:
+    """Return the tokens and bytes of all blocks with which a prompt of their owner can begin."""
+    names = [name for name in folder.names() if not belongs_to_sessions(name.key)]
+    tokens = sum(folder.shapes(name).get(NAME_OF_IDS, (0,))[-1] for name in names)
+    return Stored(tokens, sum(map(folder.size, names)))
 
 
 def _first(cache: KeepCache) -> bytes | None:

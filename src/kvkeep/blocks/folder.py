@@ -5,10 +5,12 @@ the description (JSON), and the tensors, each at a multiple of :data:`ALIGNMENT`
 name, so that a file under another name is refused, the :func:`checksum` of all tensors, and for every tensor its dtype,
 shape and offset. A file is read into memory of this process: nothing that happens to it later changes the tensors.
 
-Files are written atomically and never change. A file's modification time is the last use of the block. A writer holds
-a lock until its block is written, and counts the bytes of all files unless it was the last writer, so that the quota is
-never exceeded. At the quota the least recently used blocks are removed. What else lies in the folder is neither counted
-nor removed, and no link in it is followed.
+Files are written atomically and never change. A file's modification time is the last use of the block, and its access
+time is when the block's value falls to one (:mod:`~kvkeep.blocks.value`): systems change no access time that lies in
+the future, and where they do, the least recently used blocks count as worth the least. A writer holds a lock until its
+block is written, and counts the bytes of all files unless it was the last writer, so that the quota is never exceeded.
+At the quota the blocks are removed that are worth the least. What else lies in the folder is neither counted nor
+removed, and no link in it is followed.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvkeep.blocks.value import seconds_left
 from kvkeep.errors import BlockDamaged, BlockMissing, BlockVersion, StoreError, ran_out_of_memory, reason_of
 from kvkeep.files import check_kind, is_file, make_folder, open_file, sync_name, wait_for_lock, write_whole
 from kvkeep.memory.places import MEMORY, Place
@@ -59,7 +62,7 @@ LOCK = "bytes"
 """The name of the file that a writer locks, with a random mark of the last one; part of the store's format."""
 _MARK_BYTES = 16
 FREED_SHARE = 16
-"""At the quota, 1/FREED_SHARE of it is freed at a time, because finding the oldest blocks lists the whole folder."""
+"""At the quota, 1/FREED_SHARE of it is freed at a time, because finding what is worth the least lists the folder."""
 _KEY = re.compile(r"[0-9a-fx][0-9a-f]+")
 
 
@@ -202,20 +205,37 @@ class BlockFolder:
         """Return whether a block has a file, which may be damaged."""
         return is_file(self.path(name))
 
-    def use(self, names: Sequence[BlockName], when: int | None = None) -> int:
+    def use(self, names: Sequence[BlockName], when: int | None = None, saved: int | None = None) -> int:
         """Record that blocks were used at ``when`` (ns since 1970; None: now); return how many of the first ones exist.
-        Each counts as used a little before the one that it follows, because it is useless without that one."""
+        saved: how many blocks this use saves from being computed; None: those that exist. Each counts as used a little
+        before the one that it follows, because it is useless without that one."""
         when = time.time_ns() if when is None else when
-        for number, name in enumerate(names):
-            if not self.has(name):
-                return number
-            try:
-                os.utime(self.path(name), ns=(when - number, when - number))
-            except FileNotFoundError:
-                return number
-            except OSError:  # the folder is read-only
-                continue
-        return len(names)
+        known = [*self._first_facts(names)]
+        before, saved = 0, len(known) if saved is None else saved
+        for number, (name, facts) in reversed([*enumerate(zip(names, known, strict=False))]):
+            before = max(before, _worth(facts))  # that of the blocks after it, too
+            with suppress(OSError):  # the folder is read-only, or another program has removed it
+                self._mark_used(name, number, when, saved, before)
+        return len(known)
+
+    def _first_facts(self, names: Sequence[BlockName]) -> Iterator[os.stat_result]:
+        """Yield what the system knows about the files of the first blocks that exist."""
+        for name in names:
+            if (facts := self._facts(name)) is None:
+                return
+            yield facts
+
+    def _mark_used(self, name: BlockName, number: int, when: int, saved: int, before: float = -math.inf) -> None:
+        """Set the times of the block ``number`` of a text. before: its :func:`_worth` so far. Raises OSError."""
+        worth = when + int(1e9 * seconds_left(saved, (before - when) / 1e9))
+        os.utime(self.path(name), ns=(worth - number, when - number))
+
+    def _facts(self, name: BlockName) -> os.stat_result | None:
+        """Return what the system knows about a block's file; None if there is none."""
+        with suppress(OSError):
+            facts = os.lstat(self.path(name))
+            return facts if stat.S_ISREG(facts.st_mode) else None
+        return None
 
     def fitting(self, count: int, size: int, others: int = 0) -> int:
         """Return how many of ``count`` blocks, of ``size`` bytes together, the quota keeps beside ``others`` bytes."""
@@ -225,10 +245,16 @@ class BlockFolder:
 
     def size(self, name: BlockName) -> int:
         """Return the bytes of a block's file; 0 if there is none."""
-        with suppress(OSError):
-            facts = os.lstat(self.path(name))
-            return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
-        return 0
+        facts = self._facts(name)
+        return 0 if facts is None else facts.st_size
+
+    def shapes(self, name: BlockName) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a block's tensors, which are not read; none if its file cannot be read."""
+        with suppress(OSError, StoreError, LookupError, TypeError, ValueError, AttributeError):
+            with os.fdopen(open_file(self.path(name)), "rb") as file:
+                about, _ = _description(file.read(HEADER.size), file.read)
+            return {key: (*shape,) for key, (_, shape, _) in about["tensors"].items()}
+        return {}
 
     def read(self, name: BlockName, home: Place = MEMORY) -> dict[str, Tensor]:
         """Return a block's tensors, in memory of ``home``, which maps. What this program holds of the block already is
@@ -263,9 +289,12 @@ class BlockFolder:
                 return blocks, error
         return blocks, None
 
-    def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:
+    def write(
+        self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False, text: Sequence[BlockName] = ()
+    ) -> int:
         """Write a block unless it exists; return the number of blocks removed for it. replace: replace one that exists.
-        Raises StoreError if it cannot be written, also for a block larger than the quota."""
+        text: the blocks of the text that is being written; none of them is removed for it, and the block is worth as
+        much as all of them. Raises StoreError if it cannot be written, also for a block larger than the quota."""
         path = self.path(name)
         content = encode(name.key, tensors)
         size = sum(map(len, content))
@@ -282,11 +311,13 @@ class BlockFolder:
                     path.unlink()
                 known = file.read(_MARK_BYTES) == self._mark
                 if self.quota is not None and not (known and self._total + size <= self.quota):
-                    self._total, gone = self._evict(size)
+                    self._total, gone = self._evict(size, spared=text)
                 self._mark, self._total = secrets.token_bytes(_MARK_BYTES), self._total + size
                 file.seek(0)
                 file.write(self._mark)
                 write_whole(path, lambda file: file.writelines(content), private=True)
+                number = text.index(name) if name in text else len(text)
+                self._mark_used(name, number, time.time_ns(), max(len(text), 1))
             sync_name(path)
         except OSError as error:
             raise StoreError(f"'{path}' cannot be written: {reason_of(error)}.") from error
@@ -299,15 +330,15 @@ class BlockFolder:
                 self.path(name).unlink()
 
     def names(self, unused_s: float | None = None) -> list[BlockName]:
-        """Return the names of all blocks, or of those that were not used for ``unused_s`` seconds, the least recently
-        used first."""
+        """Return the names of all blocks, or of those that were not used for ``unused_s`` seconds, what is worth the
+        least first."""
         until = math.inf if unused_s is None else time.time_ns() - unused_s * 1e9
-        paths = [path for used, _, path in self._by_use() if used < until]
+        paths = [path for facts, path in self._by_worth() if facts.st_mtime_ns < until]
         return [BlockName(one.parents[1].relative_to(self.folder).as_posix(), one.stem) for one in paths]
 
     def count(self) -> tuple[int, int]:
         """Return the number of blocks and their bytes."""
-        sizes = [size for _, size, _ in self._by_use()]
+        sizes = [facts.st_size for facts, _ in self._by_worth()]
         return len(sizes), sum(sizes)
 
     def evict(self, age: float | None = None) -> int:
@@ -321,26 +352,26 @@ class BlockFolder:
             raise StoreError(f"Blocks in '{self.folder}' cannot be removed: {reason_of(error)}.") from error
         return 0
 
-    def _evict(self, size: int, oldest: float | None = None) -> tuple[int, int]:
-        """Remove the least recently used blocks until ``size`` bytes fit, and some more, and those not used since
-        ``oldest`` (ns). Return the remaining bytes and the number of removed blocks. Raises StoreError if ``size``
-        bytes do not fit then."""
-        known = self._by_use()
-        total, gone, quota = sum(length for _, length, _ in known), 0, self.quota
+    def _evict(self, size: int, oldest: float | None = None, spared: Sequence[BlockName] = ()) -> tuple[int, int]:
+        """Remove the blocks that are worth the least until ``size`` bytes fit, and some more, and those not used since
+        ``oldest`` (ns). spared: blocks that are not removed for their value. Return the remaining bytes and the number
+        of removed blocks. Raises StoreError if ``size`` bytes do not fit then."""
+        known, stays = self._by_worth(), {*map(self.path, spared)}
+        total, gone, quota = sum(facts.st_size for facts, _ in known), 0, self.quota
         target = total if quota is None or total + size <= quota else min(quota - quota // FREED_SHARE, quota - size)
-        for used, length, path in known:
-            if total <= target and (oldest is None or used >= oldest):
+        for facts, path in known:
+            if (total <= target or path in stays) and (oldest is None or facts.st_mtime_ns >= oldest):
                 continue
             with suppress(OSError):  # it still counts
                 path.unlink()
-                total, gone = total - length, gone + 1
+                total, gone = total - facts.st_size, gone + 1
         if size and quota is not None and total + size > quota:
             raise StoreError(f"Blocks in '{self.folder}' cannot be removed to make room for another.")
         return total, gone
 
-    def _by_use(self) -> list[tuple[int, int, Path]]:
-        """Return time of use (ns), bytes and path of each block, the least recently used first."""
-        known: list[tuple[int, int, Path]] = []
+    def _by_worth(self) -> list[tuple[os.stat_result, Path]]:
+        """Return what the system knows about each block's file, and its path, what is worth the least first."""
+        known: list[tuple[os.stat_result, Path]] = []
         for folder, _, files in os.walk(self.folder):
             *space, start = Path(folder).relative_to(self.folder).parts or ("",)
             for path in (Path(folder, file) for file in files if space):
@@ -348,11 +379,16 @@ class BlockFolder:
                     with suppress(OSError):  # another program removed it
                         facts = path.lstat()
                         if stat.S_ISREG(facts.st_mode):
-                            known.append((facts.st_mtime_ns, facts.st_size, path))
-        return sorted(known)
+                            known.append((facts, path))
+        return sorted(known, key=lambda one: (_worth(one[0]), one[1]))
 
     @contextmanager
     def _lock(self) -> Iterator[IO[bytes]]:
         """Keep other programs from writing within the block; yield the file that is locked."""
         with os.fdopen(wait_for_lock(self.folder / LOCK), "r+b", buffering=0) as file:
             yield file
+
+
+def _worth(facts: os.stat_result) -> int:
+    """Return when a block's value falls to one, in ns since 1970; its last use, where the system has changed that."""
+    return max(facts.st_atime_ns, facts.st_mtime_ns)

@@ -166,7 +166,7 @@ class StoredSession(Reference):
             log.warning("The session '%s' was removed or replaced while in use; it is saved again.", self.name)
         try:
             names = self._write(cache, text, session.ids, state_bytes)
-            self.store.blocks.write(self.block(key), state)
+            self.store.blocks.write(self.block(key), state, text=[*map(self.block, (*names, key))])
             cache.stream.disk.check()
             self.commit(about | {"blocks": names})
         except (StoreError, SessionError) as error:
@@ -208,7 +208,7 @@ class StoredSession(Reference):
             )
         blocks = [self.block(name) for name in names[:fitting]]
         for place in range(folder.use(blocks), len(blocks)):
-            folder.write(blocks[place], text.block(numbers.start + place, ids))
+            folder.write(blocks[place], text.block(numbers.start + place, ids), text=blocks)
         return names
 
     # -- loading ------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ QUOTA = 2 * 10**9
 DAY_S = 86400.0
 LOCAL = "_"
 """The namespace of blocks of sessions without an owner; no owner can have this name."""
+LOCAL_OWNER = "local"
+"""The owner of all sessions and texts of a server without keys."""
 ONLY = "session"
 """The name of the session in a store that holds one only: a session at a path."""
 ABANDONED_S = 3600.0

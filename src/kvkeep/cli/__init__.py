@@ -23,6 +23,7 @@ COMMANDS = {
         "kvkeep.cli.serve.command:serve",
         "Serve conversations to OpenAI clients over HTTP, all within one memory limit.",
     ),
+    "warm": ("kvkeep.cli.warm:warm", "Read a long text ahead, so that the next server begins with it."),
     "cache": (
         "kvkeep.cli.cache:app",
         "List the saved sessions and their blocks; delete, check, export and import them.",

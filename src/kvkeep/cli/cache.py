@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or the path of its folder.")]
-Exported = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session.")]
+Exported = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session or text.")]
 NewFile = Annotated[Path, typer.Argument(metavar="FILE", help="File to write the session to.")]
 
 
@@ -76,16 +76,21 @@ def cache(context: typer.Context) -> None:
 @options.command
 def list_(place: StorePlace, json: options.Json = False) -> None:
     """List the sessions, last used first, and the size of the whole store."""
+    from kvkeep.blocks import beginnings
+
     store = place.store()
     if not json:
         _list(store)
         return
     found, (blocks, count) = store.sessions(), store.blocks.count()
     total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
-    print_json({"sessions": [_facts(info) for info in found]} | total)
+    kept = beginnings.stored(store.blocks)._asdict()
+    print_json({"sessions": [_facts(info) for info in found], "beginnings": kept} | total)
 
 
 def _list(store: Store) -> None:
+    from kvkeep.blocks import beginnings
+
     found, (blocks, count) = store.sessions(), store.blocks.count()
     table = Table(box=None, header_style="bold")
     for heading in ("session", "size", "used", "saves", "tokens", "method", "budget", "model"):
@@ -98,6 +103,8 @@ def _list(store: Store) -> None:
         show(table)
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
     note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
+    if (kept := beginnings.stored(store.blocks)).tokens:
+        note(f"Prompts can begin with {kept.tokens:,} tokens of them ({size(kept.bytes)}).")
 
 
 @app.command("show")
@@ -187,16 +194,34 @@ def export(name: Name, file: NewFile, place: StorePlace, json: options.Json = Fa
 
 @app.command("import")
 @options.command
-def import_(file: Exported, name: Name, place: StorePlace, json: options.Json = False) -> None:
-    """Add an exported session, after checking every byte. Import files of people you trust only."""
+def import_(
+    file: Exported,
+    place: StorePlace,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of the session; of a text that was read ahead, its owner.",
+            show_default="local, the owner of all texts of a server without keys",
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Add an exported session or text, after checking every byte. Import files of people you trust only."""
     from kvkeep.blocks import archive
-    from kvkeep.blocks.store import place_of
+    from kvkeep.blocks.store import LOCAL_OWNER, place_of, user_store
 
-    store, word = place_of(name, place.sessions)
-    missing = archive.add(file, store, word)
-    _done(
-        f"Imported {file} as {name}{_lacks(missing)}.", {"imported": name, "file": str(file), "missing": missing}, json
-    )
+    facts: dict[str, Any] = {"imported": name, "file": str(file)}
+    if archive.has_text(file):
+        owner = LOCAL_OWNER if name is None else name
+        blocks, missing = archive.add_text(file, user_store(place.sessions), owner)
+        what = f"{_number(blocks - missing, 'block')} of a text for {owner}"
+        facts |= {"imported": owner, "blocks": blocks - missing}
+    elif name is None:
+        raise UsageError("The file has a session; give it a name (kvkeep cache import FILE NAME).")
+    else:
+        missing, what = archive.add(file, *place_of(name, place.sessions)), name
+    _done(f"Imported {file} as {what}{_lacks(missing)}.", facts | {"missing": missing}, json)
 
 
 def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:

@@ -97,9 +97,12 @@ def loading(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def reading(total: int, label: str = "Reading", *, silent: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of prompt tokens on a terminal, and remove it after the last token. Without a terminal, print
-    a line after :data:`SILENCE_S` seconds, unless ``silent``."""
+def reading(
+    total: int, label: str = "Reading", *, known: int = 0, silent: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar of prompt tokens, with their number, rate and remaining time, on a terminal, and remove it
+    after the last token. Without a terminal, print a line after :data:`SILENCE_S` seconds, unless ``silent``. known:
+    the number of tokens that need not be read."""
     line = f"{label} {total:,} token{'' if total == 1 else 's'}"
     if not err.is_terminal:
         timer = Timer(SILENCE_S, note, [f"{line} ..."])
@@ -113,10 +116,12 @@ def reading(total: int, label: str = "Reading", *, silent: bool = False) -> Iter
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), RemainingTime())
     with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task(line, total=None)
+        task = progress.add_task(line, total=None, completed=known)
 
         def advance(done: int) -> None:
-            progress.update(task, completed=min(done, total), total=total, description=f"{line}, {done:,} done")
+            speed = progress.tasks[0].speed
+            done_at = f"{line}, {done:,} done" + (f" at {speed:.0f}/s" if speed else "")
+            progress.update(task, completed=min(done, total), total=total, description=done_at)
             if done >= total:
                 progress.stop()
 

@@ -231,6 +231,7 @@ class Admission:
         shared = common_prefix(known, job.ask.prompt)
         job.diverged = shared if 0 < shared < len(known) else None
         if giver is not None and prefix is not None:
+            session.worth = prefix.worth
             try:
                 session.past = giver.past if giver in way else prefix.past()
             except EntriesLost:  # the next step finds another beginning; a giver that is busy fails then
@@ -271,17 +272,19 @@ class Admission:
         """Return the idle sessions to evict so that ``session`` can have ``wanted`` bytes; None if evicting all is not
         enough.
 
-        ``going`` is always evicted, ``staying`` never, and the others in order of :meth:`SessionPool.idle`.
+        ``going`` is always evicted, ``staying`` never, and the others in :meth:`SessionPool.in_order_of_eviction`.
         """
         others = {one: one.counted for one in self.sessions.memory.values() if one not in (session, going)}
         others |= {
             job.session: (job.granted, job.session.counted[1]) for job in self._running if job.session is not None
         }
         gone = [] if going is None else [going]
-        idle = [one for one in self.sessions.idle() if one in others and one is not staying]
-        while not self.arbiter.grants(wanted, others.values()):
-            if not idle:
-                return None
-            gone.append(idle.pop(0))
-            del others[gone[-1]]
-        return gone
+        if self.arbiter.grants(wanted, others.values()):
+            return gone
+        for one in self.sessions.in_order_of_eviction():
+            if one in others and one is not staying:
+                gone.append(one)
+                del others[one]
+                if self.arbiter.grants(wanted, others.values()):
+                    return gone
+        return None

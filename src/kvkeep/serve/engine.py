@@ -331,7 +331,7 @@ class Engine:
                 session.work, session.state = None, State.ANSWERING
                 self.sessions.beginnings.watch(session, len(job.ask.prompt))
                 answer = Answer(job.ask, session.cache, self.tokenizer, self.ends, job.tell)
-                job.scheduled = self.scheduler.add(answer)
+                job.scheduled, job.read = self.scheduler.add(answer), answer.known
             except Exception as error:
                 self.running.remove(job)
                 self._leave(job, job.failure(error), stay=False)
@@ -347,6 +347,7 @@ class Engine:
         self.sessions.released_bytes += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         for result in results:
             job, answer = jobs[result.scheduled], result.scheduled.answer
+            job.read = min(answer.cache.get_seq_length(), len(job.ask.prompt))
             try:
                 complete = result.scheduled.give(result.logits)
             except Exception as error:

@@ -16,6 +16,7 @@ from kvkeep.blocks.beginnings import ENDS
 from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
+from kvkeep.blocks.value import seconds_left
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.engine.answer import Answer, Ask, ScheduledAnswer, Scheduler, chunk_size
@@ -83,6 +84,8 @@ class OpenSession:
     """Whether another program has continued it in the store, where its turns can be saved no more."""
     used: float = field(default_factory=time.time)
     """The time of last use, in seconds since 1970."""
+    worth: float = 0.0
+    """When the value of its text falls to one token (:mod:`kvkeep.blocks.value`), in seconds since 1970."""
     _counted: tuple[int, Mapping[int, int]] | None = None
 
     @property
@@ -140,6 +143,11 @@ class OpenSession:
     def memory_bytes(self) -> int:
         """Bytes of memory of the session."""
         return self.cache.memory().bytes
+
+    def count_use(self) -> None:
+        """Count an answer that was given with its text."""
+        now = time.time()
+        self.worth = now + seconds_left(max(1, len(self.past.ids)), self.worth - now)
 
     def enter(self, state: State) -> None:
         """Go to ``state``, in which its bytes are counted anew."""
@@ -312,6 +320,8 @@ class Job:
     """Bytes of memory that it may use."""
     scheduled: ScheduledAnswer | None = None
     """The answer in the scheduler."""
+    read: int = 0
+    """The number of first tokens of the prompt that its cache holds. Any thread may read this."""
     cancelled: bool = False
     _listener_failed: bool = False
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from kvkeep import transfer
 from kvkeep.blocks.store import Store
+from kvkeep.blocks.value import part_left
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.engine.batch import can_pack
@@ -33,6 +34,7 @@ from kvkeep.native.library import trim_memory
 from kvkeep.native.room import has_room
 from kvkeep.plan.sizes import widest_bytes
 from kvkeep.serve.beginnings import MIN_PREFIX_TOKENS, Beginnings
+from kvkeep.serve.eviction import by_value
 from kvkeep.serve.session import (
     KINDS,
     Job,
@@ -87,10 +89,16 @@ class SessionPool:
         return {kind: kinds[kind] for kind in KINDS}
 
     def idle(self) -> list[OpenSession]:
+        """Return the sessions that can be evicted, the least recently used first."""
+        return [one for one in self.memory.values() if not one.busy]
+
+    def in_order_of_eviction(self) -> list[OpenSession]:
         """Return the sessions that can be evicted, in order: unnamed ones first, because clients cannot request them
-        again; then the least recently used; last those with an unsaved turn."""
-        idle = [one for one in self.memory.values() if not one.busy]
-        return sorted(idle, key=lambda one: (one.unsaved is not None, one.name is not None))
+        again, by value (:func:`~kvkeep.serve.eviction.by_value`); then the least recently used; last those with an
+        unsaved turn."""
+        idle = self.idle()
+        named = sorted((one for one in idle if one.name is not None), key=lambda one: one.unsaved is not None)
+        return [*by_value(one for one in idle if one.name is None), *named]
 
     @property
     def storing(self) -> list[OpenSession]:
@@ -168,6 +176,7 @@ class SessionPool:
         """Store the text of a session without a name whose answer has ended, or mark it as idle. complete: whether no
         error ended the answer; otherwise the text is of no use."""
         reusable = complete and len(session.past.ids) >= MIN_PREFIX_TOKENS
+        session.count_use()
         try:
             if reusable and self.beginnings.stored(session):
                 self.keep(session)
@@ -248,7 +257,7 @@ class SessionPool:
         if has_room(wanted):
             return True
         trim_memory()
-        for session in self.idle():
+        for session in self.in_order_of_eviction():
             if has_room(wanted):
                 return True
             self.park(session)
@@ -284,6 +293,11 @@ class Prefix:
         this prefix, or this prefix cannot be copied from it."""
         one = self.session
         return _can_move(one) and (len(self.ids) == len(one.past.ids) or not _begins_exactly(one.cache, len(self.ids)))
+
+    @property
+    def worth(self) -> float:
+        """The part of the session's value that these tokens have, as :attr:`OpenSession.worth`."""
+        return part_left(self.session.worth, len(self.ids) / max(1, len(self.session.past.ids)))
 
     @property
     def once(self) -> int:

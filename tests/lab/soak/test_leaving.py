@@ -83,7 +83,8 @@ def test_clients_that_disconnect_leave_nothing_behind(
     """Two at a time in memory for one answer, so that the second waits."""
     before = objects()  # other tests'
     monkeypatch.setattr(scheduling, "CHUNK", 4)  # a prompt of sixty steps
-    monkeypatch.setattr(answering, "FIRST_EVENT_TIMEOUT_S", 60.0)  # also streams without a first token are left
+    for name in ("FIRST_EVENT_TIMEOUT_S", "PROGRESS_S"):  # also streams without a first token are left
+        monkeypatch.setattr(answering, name, 60.0)
     engine = Engine(small(), int(1.2 * peak_bytes(KeepCache(small().model, "full"), 512)), store=Store(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)

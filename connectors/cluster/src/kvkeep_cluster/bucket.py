@@ -189,12 +189,12 @@ class BucketFolder(BlockFolder):
         self.bucket = bucket
         self._paused = 0.0  # until then
 
-    def use(self, names: Sequence[BlockName], when: int | None = None) -> int:
+    def use(self, names: Sequence[BlockName], when: int | None = None, saved: int | None = None) -> int:
         """As :meth:`BlockFolder.use`; blocks are fetched, up to the first that does not exist."""
         for name in names:
             if not self.has(name) and not self._fetch(name):
                 break
-        return super().use(names, when)
+        return super().use(names, when, saved)
 
     def read(self, name: BlockName, home: Place = MEMORY) -> dict[str, Tensor]:
         """As :meth:`BlockFolder.read`; a block that is missing or damaged is fetched."""
@@ -205,12 +205,14 @@ class BucketFolder(BlockFolder):
                 raise
         return super().read(name, home)
 
-    def write(self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False) -> int:
+    def write(
+        self, name: BlockName, tensors: Mapping[str, Tensor], replace: bool = False, text: Sequence[BlockName] = ()
+    ) -> int:
         """As :meth:`BlockFolder.write`, to the bucket first."""
         if replace or not self.has(name):
             data = b"".join(encode(name.key, tensors))
             self._ask(lambda: self.bucket.write(self.object(name), data))
-        return super().write(name, tensors, replace)
+        return super().write(name, tensors, replace, text)
 
     def size(self, name: BlockName) -> int:
         """Return the bytes of a block in the bucket; 0 if there is none. Raises BucketError."""

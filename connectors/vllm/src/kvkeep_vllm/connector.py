@@ -246,7 +246,7 @@ class _Work:
         """Queue the blocks of a request that the folder lacks."""
         for name, block in zip(save.names, save.blocks, strict=True):
             if not self.folder.has(name):
-                self.writer.offer(name, self.tensors.nbytes, partial(self.tensors.read, block))
+                self.writer.offer(name, self.tensors.nbytes, partial(self.tensors.read, block), save.names)
         self.writer.use(save)
 
     def new_stats(self) -> Stats | None:

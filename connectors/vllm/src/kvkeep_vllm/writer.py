@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,7 +55,7 @@ class BlockWriter:
 
     def __init__(self, folder: BlockFolder, encode: Encode, capacity: int, counts: Counts) -> None:
         self.folder, self.encode, self.capacity, self.counts = folder, encode, capacity, counts
-        self._queue: deque[tuple[BlockName, Tensor]] = deque()
+        self._queue: deque[tuple[BlockName, Tensor, Sequence[BlockName]]] = deque()
         self._uses: deque[Use] = deque(maxlen=MAX_USES)
         self._waiting: dict[BlockName, int] = {}  # bytes, queued or being written
         self._paused = 0.0  # until then
@@ -64,9 +64,9 @@ class BlockWriter:
         self._thread = threading.Thread(target=self._run, name="kvkeep-blocks", daemon=True)
         self._thread.start()
 
-    def offer(self, name: BlockName, size: int, copy: Callable[[], Tensor]) -> bool:
+    def offer(self, name: BlockName, size: int, copy: Callable[[], Tensor], text: Sequence[BlockName] = ()) -> bool:
         """Queue a block unless it is queued already; return False if it is dropped. size: bytes; copy: returns them,
-        (size,) uint8."""
+        (size,) uint8. text: the blocks of the request, as in :meth:`BlockFolder.write`."""
         with self._changed:
             if name in self._waiting:
                 return True
@@ -75,7 +75,7 @@ class BlockWriter:
                 return False
         raw = copy()  # only this thread adds
         with self._changed:
-            self._queue.append((name, raw))
+            self._queue.append((name, raw, text))
             self._waiting[name] = size
             self._changed.notify_all()
         return True
@@ -123,12 +123,12 @@ class BlockWriter:
                     self.counts.dropped += failed
                     del self._waiting[block[0]]
 
-    def _write(self, name: BlockName, raw: Tensor) -> bool:
+    def _write(self, name: BlockName, raw: Tensor, text: Sequence[BlockName]) -> bool:
         """Write a block; return whether it is stored."""
         if time.monotonic() < self._paused:
             return False
         try:
-            self.counts.removed += self.folder.write(name, self.encode(raw))
+            self.counts.removed += self.folder.write(name, self.encode(raw), text=text)
             self.counts.saved += 1
             return True
         except StoreError as error:

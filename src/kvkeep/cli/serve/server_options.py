@@ -24,6 +24,13 @@ GRACE_S = 10.0
 """Default seconds for running answers to finish."""
 
 
+Quota = Annotated[
+    str | None,
+    Option(help="Maximum size of the stored blocks (10GB); what is worth the least is removed.", show_default="2GB"),
+]
+Keys = Annotated[str | None, Option(metavar="FILE", help="File of API keys, one per line; '#' starts a comment.")]
+
+
 class Beyond(StrEnum):
     """What a session does beyond the model's positions."""
 
@@ -31,8 +38,8 @@ class Beyond(StrEnum):
 
 
 @dataclass(frozen=True)
-class MemoryOptions:
-    """Memory of all conversations, and the default cache of conversations."""
+class ConversationOptions:
+    """Memory of all conversations, and their default cache."""
 
     memory: Annotated[
         str | None,
@@ -58,22 +65,6 @@ class MemoryOptions:
             help="Default cache budget of a session: entries per layer (512), bytes (64MB), a share (25%), or auto.",
         ),
     ] = None
-    at_end: Annotated[
-        Beyond | None,
-        Option(
-            "--at-end",
-            help="When a session fills the model's context: continue with the method endless.",
-            show_default="longer prompts are refused",
-        ),
-    ] = None
-    capacity: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Maximum number of older tokens that a session of endless stores; its oldest ones are dropped.",
-            show_default="unlimited",
-        ),
-    ] = None
     conversations: Annotated[
         int,
         Option(
@@ -94,6 +85,28 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True)
+class MemoryOptions(ConversationOptions):
+    """Also what conversations do beyond the model's positions."""
+
+    at_end: Annotated[
+        Beyond | None,
+        Option(
+            "--at-end",
+            help="When a session fills the model's context: continue with the method endless.",
+            show_default="longer prompts are refused",
+        ),
+    ] = None
+    capacity: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Maximum number of older tokens that a session of endless stores; its oldest ones are dropped.",
+            show_default="unlimited",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
 class NetworkOptions:
     """The address of the server, and access to it."""
 
@@ -101,9 +114,7 @@ class NetworkOptions:
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
     certificate: Annotated[str | None, Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None
     private_key: Annotated[str | None, Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None
-    keys: Annotated[
-        str | None, Option(metavar="FILE", help="File of API keys, one per line; '#' starts a comment.")
-    ] = None
+    keys: Keys = None
     cors: Annotated[
         list[str] | None,
         Option(metavar="ORIGIN", help="Allow web pages of this origin (https://chat.example) to use it; repeatable."),
@@ -134,12 +145,7 @@ class StoreOptions:
     """The store of conversations: its folder, size and lifetime."""
 
     sessions: options.Sessions = None
-    quota: Annotated[
-        str | None,
-        Option(
-            help="Maximum size of the stored blocks (10GB); the least recently used are removed.", show_default="2GB"
-        ),
-    ] = None
+    quota: Quota = None
     age: Annotated[
         float | None,
         Option(min=0, help="Days after which unused blocks and sessions are removed.", show_default="no limit"),

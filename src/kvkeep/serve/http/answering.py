@@ -34,6 +34,7 @@ from kvkeep.serve.http.protocol import (
     Context,
     EncodedPrompt,
     FormOf,
+    Progress,
     Prompt,
     StreamEvent,
     encoded,
@@ -48,9 +49,10 @@ MAX_ANSWER_TOKENS = 2**31
 MAX_LOGPROBS = 200_000
 """Log-probabilities of an answer that is sent at once: about 230 bytes each, until they are sent."""
 FIRST_EVENT_TIMEOUT_S = 3.0
-"""Seconds for the first event to decide the status of a response. After them a stream begins without it."""
-KEEP_ALIVE_S = 10.0
-"""Seconds without an event until a stream gets a comment, so that no proxy closes it."""
+"""Seconds for the first event to decide the status of a response. After them, or once the prompt is being read for
+:data:`PROGRESS_S` seconds, a stream begins without it."""
+PROGRESS_S = 1.0
+"""Seconds without an event until a stream gets a comment: its client sees the progress, and no proxy closes it."""
 MAX_PIECE_TOKENS, MAX_PIECE_CHARACTERS = 16, 4096
 """Tokens with log-probabilities, and characters, of pieces that are joined. Writing one as JSON takes a few
 milliseconds, in which the event loop does nothing else."""
@@ -125,7 +127,7 @@ class Answering:
         submit = partial(self.engine.submit, ask, name=name, owner=owner, names_cache=named, **cache)
         answer = AnswerEvents(submit, self.limits, owner, stream, self.metrics.finished)
 
-        def remember(event: StreamEvent | None) -> None:
+        def remember(event: StreamEvent) -> None:
             if answered is not None and isinstance(event, Finished):
                 self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
 
@@ -211,8 +213,8 @@ def _check_logprobs(ask: Ask) -> None:
 
 
 async def _with_last(
-    events: AsyncIterator[StreamEvent | None], work: Callable[[StreamEvent], None]
-) -> AsyncIterator[StreamEvent | None]:
+    events: AsyncIterator[StreamEvent | Progress], work: Callable[[StreamEvent], None]
+) -> AsyncIterator[StreamEvent | Progress]:
     """Yield from events; before the last one, do ``work`` with it in a thread."""
     async for event in events:
         if isinstance(event, Finished):
@@ -356,26 +358,33 @@ class AnswerEvents:
             if self._timer is not None:
                 self._timer.cancel()
 
-    async def first(self) -> StreamEvent | None:
-        """Wait for the first event, so that an immediate error has a suitable status; None if it takes longer. Raises
-        that error."""
+    async def first(self) -> StreamEvent | Progress:
+        """Wait for the first event, so that an immediate error has a suitable status; return the progress if it takes
+        longer. Raises that error."""
+        found, left = None, FIRST_EVENT_TIMEOUT_S
         try:
-            found = await self._events.get(FIRST_EVENT_TIMEOUT_S)
+            while found is None and left > 0:
+                found = await self._events.get(min(left, PROGRESS_S))
+                left = 0 if self.job.answer is not None else left - PROGRESS_S
         except BaseException:
             self.disconnect()
             raise
         if isinstance(found, Exception):
             raise found
-        return found
+        return found or self._progress
 
-    async def events(self, event: StreamEvent | None) -> AsyncIterator[StreamEvent | None]:
-        """Yield the first event, ``event``, and all others; None after every :data:`KEEP_ALIVE_S` seconds without
+    async def events(self, event: StreamEvent | Progress) -> AsyncIterator[StreamEvent | Progress]:
+        """Yield the first event, ``event``, and all others; the progress after every :data:`PROGRESS_S` seconds without
         one."""
         while True:
             yield event
             if isinstance(event, Finished | Exception):
                 return
-            event = await self._events.get(KEEP_ALIVE_S)
+            event = await self._events.get(PROGRESS_S) or self._progress
+
+    @property
+    def _progress(self) -> Progress:
+        return Progress(self.job.read, len(self.job.ask.prompt))
 
     async def all(self) -> list[StreamEvent]:
         """Return all events."""

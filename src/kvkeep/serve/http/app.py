@@ -21,6 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvkeep.blocks.store import LOCAL_OWNER
 from kvkeep.errors import UsageError, place_of
 from kvkeep.models.loading import Loaded
 from kvkeep.native.room import has_room
@@ -39,6 +40,7 @@ from kvkeep.serve.http.body import (
 )
 from kvkeep.serve.http.completions import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.errors import HANDLERS, APIError, new_request_id
+from kvkeep.serve.http.keys import digest_of, owner_of
 from kvkeep.serve.http.messages import CountRequest, MessagesRequest
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
 from kvkeep.serve.http.responses import ResponseRequest
@@ -123,7 +125,7 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, memory: RequestMemory) -> None:
         self.app, self.metrics, self.memory = app, metrics, memory
-        self._digests = [_digest(key) for key in dict.fromkeys(keys)]
+        self._digests = [digest_of(key) for key in dict.fromkeys(keys)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -175,11 +177,11 @@ class RequestMiddleware:
         """Return the owner of a request with this ``key``; of a server without keys, all clients are one. Raises
         APIError for a wrong or missing key."""
         if not self._digests:
-            return "local"
-        given, owner = _digest(key or ""), ""
+            return LOCAL_OWNER
+        given, owner = digest_of(key or ""), ""
         for digest in self._digests:  # compare with all of them, so that timing reveals nothing
             if hmac.compare_digest(digest, given):
-                owner = digest[:16]
+                owner = owner_of(digest)
         if key is None or not owner:
             raise APIError(401, "The API key is wrong or missing; send 'Authorization: Bearer KEY'.", "invalid_api_key")
         return owner
@@ -205,10 +207,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return name.lower() == "localhost"
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 # -- routes -------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from kvkeep.serve.http.protocol import (
     FormOf,
     Name,
     Object,
+    Progress,
     Prompt,
     Reply,
     Stop,
@@ -401,8 +402,8 @@ class Choices:
             return "length"
         return "tool_calls" if self._parts is not None and self._parts.calls else "stop"
 
-    async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events. An error is an object, and None is a comment."""
+    async def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events. An error is an object, and progress is a comment."""
         if self._parts is not None:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
@@ -418,8 +419,8 @@ class Choices:
                 if self._with_usage:
                     end = {"object": self._chunk_kind, "choices": [], "usage": usage(event)}
                     yield server_sent(self._head | end | self._report(event))
-            elif event is None:
-                yield ": the prompt is being read\n\n"
+            elif isinstance(event, Progress):
+                yield event.comment
             else:
                 yield server_sent(self._context.to_error(event).body())
         yield "data: [DONE]\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -49,6 +50,16 @@ def kept_key() -> tuple[str, Path, bool]:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(key + "\n")
     return key, path, True
+
+
+def digest_of(key: str) -> str:
+    """Return the digest of a key, by which a server knows it."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def owner_of(digest: str) -> str:
+    """Return the owner of what clients with the key of this digest store."""
+    return digest[:16]
 
 
 def _check(keys: Sequence[str], where: str) -> None:

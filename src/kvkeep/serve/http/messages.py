@@ -29,6 +29,7 @@ from kvkeep.serve.http.protocol import (
     FormOf,
     Name,
     Object,
+    Progress,
     Prompt,
     Reply,
     Stop,
@@ -332,15 +333,16 @@ class MessageReply:
         ended = "tool_use" if self._parts.calls else "end_turn"
         return {"stop_reason": ended if answer.reason == "stop" else "max_tokens", "stop_sequence": None}
 
-    async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events. An error is an event of its own, and None is a ``ping``."""
+    async def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events. An error is an event of its own, and progress is a comment and a
+        ``ping``."""
         began = {"input_tokens": self._context.prompt_tokens, "output_tokens": 0}
         message = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": began}
         yield _event("message_start", message=message)
         index, kind = -1, ""  # the block that is open
         async for event in events:
-            if event is None:
-                yield _event("ping")
+            if isinstance(event, Progress):
+                yield event.comment + _event("ping")
                 continue
             if isinstance(event, Exception):
                 yield server_sent(self._context.to_error(event).anthropic(), "error")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 
+from kvkeep.blocks import beginnings
 from kvkeep.errors import KvkeepError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import RequestMemory
@@ -18,6 +20,8 @@ from kvkeep.serve.session import Finished
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_TIMEOUT_S = 2.0
 """Seconds that a scrape waits for the engine. After them it reports the previous bytes."""
+COUNT_INTERVAL_S = 60.0
+"""Seconds between two counts of the store, which read the head of each of its blocks."""
 
 
 class Metrics:
@@ -42,6 +46,11 @@ class Metrics:
             "prompt_tokens", "Prompt tokens, by whether they were read or found in a cache.", ["source"], **base
         )
         self._generated = Counter("generated_tokens", "Generated tokens.", **base)
+        self._stored_tokens = Gauge(
+            "beginnings_tokens", "Stored tokens that prompts can begin with, as of the last minute.", **base
+        )
+        self._stored_bytes = Gauge("beginnings_bytes", "Bytes of their blocks.", **base)
+        self._count_next = 0.0  # when the store is counted again
         ProcessCollector(registry=self.registry)
         self._limit.set(engine.arbiter.total)
 
@@ -71,7 +80,18 @@ class Metrics:
         self._running.set(len(self.engine.running))
         self._waiting.set(self.engine.waiting)
         self._requests.set(self._memory.bytes)
+        await asyncio.to_thread(self._count_stored)
         return await asyncio.to_thread(generate_latest, self.registry)
+
+    def _count_stored(self) -> None:
+        """Count what the store has, once in :data:`COUNT_INTERVAL_S`."""
+        store = self.engine.sessions.storage.store
+        if store is None or time.monotonic() < self._count_next:
+            return
+        self._count_next = time.monotonic() + COUNT_INTERVAL_S
+        found = beginnings.stored(store.blocks)
+        self._stored_tokens.set(found.tokens)
+        self._stored_bytes.set(found.bytes)
 
     def _read_memory(self) -> None:
         for kind, count in self.engine.sessions.bytes_by_kind().items():

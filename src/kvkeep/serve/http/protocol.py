@@ -184,14 +184,29 @@ StreamEvent = TextPiece | Finished | Exception
 """What the event loop receives from an answer."""
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a prompt is read: what a stream says while its answer has no event."""
+
+    read: int
+    """Its first tokens that the cache holds, those of earlier requests included."""
+    total: int
+    """All of its tokens."""
+
+    @property
+    def comment(self) -> str:
+        """A comment of server-sent events, which clients leave out and the page reads."""
+        return f": reading {self.read} of {self.total} tokens\n\n"
+
+
 class Reply(Protocol):
     """The reply to one request."""
 
     def complete(self, events: Sequence[StreamEvent]) -> Mapping[str, Any]:
         """Return the answer as one object. Raises the error that ended it."""
 
-    def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events. None: nothing has happened for a while."""
+    def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events. Of progress, the comment."""
 
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}

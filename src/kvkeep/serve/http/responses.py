@@ -37,6 +37,7 @@ from kvkeep.serve.http.protocol import (
     FormOf,
     Name,
     Object,
+    Progress,
     Prompt,
     Reply,
     StreamEvent,
@@ -496,8 +497,8 @@ class ResponseReply:
         self._keep(response)
         return response
 
-    async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
-        """Yield the response as server-sent events. None is a comment."""
+    async def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
+        """Yield the response as server-sent events. Progress is a comment."""
         number = 0
 
         def sent(kind: str, fields: dict[str, Any]) -> str:
@@ -512,8 +513,8 @@ class ResponseReply:
         yield sent("created", {"response": begun})
         yield sent("in_progress", {"response": begun})
         async for event in events:
-            if event is None:
-                yield ": the prompt is being read\n\n"
+            if isinstance(event, Progress):
+                yield event.comment
             elif isinstance(event, Exception):
                 error = self._context.to_error(event)
                 failed = {"status": "failed", "error": {"code": error.code or error.kind, "message": error.detail}}

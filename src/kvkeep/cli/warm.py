@@ -1,0 +1,118 @@
+"""``kvkeep warm``: reads a text ahead, so that a server begins with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep.budget import bytes_of, size
+from kvkeep.cli import options
+from kvkeep.cli.options import ModelOptions
+from kvkeep.cli.output import interruptible, note, print_json, reading
+from kvkeep.cli.serve.server_options import ConversationOptions, Keys, Quota
+from kvkeep.cli.startup import startup
+from kvkeep.decode.texts import read_text
+from kvkeep.errors import KvkeepError, Stopped, UsageError
+from kvkeep.plugins import optional
+
+
+@options.command
+def warm(
+    *,
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="FILE.json: the body of a recorded request; any other file: a plain text."),
+    ],
+    conversation: ConversationOptions,
+    model: ModelOptions,
+    sessions: options.Sessions = None,
+    quota: Quota = None,
+    keys: Keys = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export", metavar="FILE", help="Also write the blocks to a new file, for 'kvkeep cache import'."
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Read a long text ahead, so that the next server begins with it.
+
+    Give the options that the server gets. Ctrl-C stores what was read, and the same command reads the rest.
+    """
+    from kvkeep.serve.http.keys import digest_of, keys_given, owner_of
+
+    conversation.check()
+    model.check()
+    if quota is not None:
+        bytes_of(quota, "quota")
+    if export is not None and os.path.lexists(export):
+        raise UsageError(f"There is already something at '{export}'; name another file.")
+    optional("fastapi", "serve")
+    text, known_keys = read_text(file), keys_given(keys)
+    if len(known_keys) > 1:
+        raise UsageError(
+            f"There are {len(known_keys)} keys, and a text is stored for one of them; give it in a file of its own "
+            "(--keys), without KVKEEP_API_KEYS."
+        )
+    with startup():
+        from kvkeep.blocks import archive
+        from kvkeep.blocks.store import LOCAL_OWNER, store_folder
+        from kvkeep.cli.serve.defaults import with_defaults
+        from kvkeep.serve.http.protocol import encoded
+    from kvkeep.serve.http.reuse import AnswerRecords
+        from kvkeep.serve.http.recorded import recorded_prompt
+        from kvkeep.serve.service import Service
+        from kvkeep.serve.warm import read_ahead, store_of, stored_text
+
+        owner = owner_of(digest_of(known_keys[0])) if known_keys else LOCAL_OWNER
+        prompt = recorded_prompt(text, file) if file.endswith(".json") else text
+        given: dict[str, Any] = {
+            "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
+            "memory": conversation.memory, "sessions": store_folder(sessions).absolute(), "quota": quota, "age": None,
+            "waiting": 1, "answers": None, "time": None, "cors": (), "log_requests": False, "at_end": None,
+            "capacity": None,
+        }  # fmt: skip
+        service = Service.parse(given, conversation.cache(), ())
+    service.store()
+    with startup(model.model):
+        loaded = model.load()
+    engine = with_defaults(service, loaded, conversation.conversations).engine(loaded)
+    with closing(engine):
+        answers = AnswerRecords(loaded.tokenizer, engine.ends)
+        generated = partial(answers.find, store_of(engine).records.of(owner))
+        ids = encoded(prompt, loaded.tokenizer, engine.geometry.vocab_size, generated).ids
+        store, known = store_of(engine), stored_text(engine, owner, ids).tokens
+        stopped, start = False, time.monotonic()
+        if known < len(ids):
+            engine.start()
+            with interruptible() as interrupted, reading(len(ids), known=known, silent=json) as advance:
+                try:
+                    read_ahead(engine, owner, ids, known, advance, interrupted)
+                finally:
+                    engine.stop()
+                stopped = interrupted()
+        seconds, found = time.monotonic() - start, stored_text(engine, owner, ids)
+    if found.tokens < len(ids):
+        sentence = f"{found.tokens:,} of {len(ids):,} tokens are stored"
+        if stopped:
+            raise Stopped(f"Interrupted; {sentence}, and the same command reads the rest.")
+        raise KvkeepError(
+            f"Only the first {sentence}: the quota of {size(service.quota)} keeps no more; give more --quota."
+        )
+    missing = 0 if export is None else archive.export_text(store, found.blocks, export)
+    if json:
+        facts = {"tokens": len(ids), "read": len(ids) - known, "seconds": seconds, "blocks": len(found.blocks)}
+        print_json(facts | {"bytes": found.bytes, "folder": str(store.folder), "missing": missing})
+        return
+    read = len(ids) - known
+    how = f"{read:,} were read at {read / seconds:.0f}/s" if read else "nothing had to be read"
+    note(f"{len(ids):,} tokens are stored in {len(found.blocks)} blocks, {size(found.bytes)}, in {store.folder}; {how}")
+    if export is not None:
+        note(f"written to {export}; 'kvkeep cache import {export}' adds them to another store")
