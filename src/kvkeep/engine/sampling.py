@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,18 @@ class Sampling:
             if self.min_p:
                 found.append(MinPLogitsWarper(self.min_p))
         return LogitsProcessorList(found)
+
+
+LLAMA_SERVER = Sampling(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+"""The default sampling of llama-server."""
+
+
+def default_sampling(model: Any) -> Sampling:
+    """Return the sampling of answers whose requests give none: the settings that the model's generation_config states,
+    and llama-server's for the others. Raises UsageError for a stated setting that is out of range."""
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p")} | {"repetition": "repetition_penalty"}
+    stated = {to: getattr(model.generation_config, name, None) for to, name in names.items()}
+    return replace(LLAMA_SERVER, **{to: one for to, one in stated.items() if one is not None})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.pieces import TextPiece, token_texts
+from kvkeep.engine.sampling import default_sampling
 from kvkeep.engine.token_spelling import special_ids
 from kvkeep.errors import EngineStopping
 from kvkeep.models.loading import Loaded
@@ -23,8 +24,9 @@ from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import resolve
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
+from kvkeep.serve.http.body import Hold, in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
+from kvkeep.serve.http.kept_answers import KeptAnswer, KeptAnswers
 from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.http.protocol import AnswerRequest, FormOf, Prompt, StreamEvent, encoded
 from kvkeep.serve.session import Event, Finished, Job, check_name
@@ -80,29 +82,47 @@ class Answering:
 
     def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
+        self.sampling = default_sampling(loaded.model)
+        """The sampling of an answer whose request gives none."""
+        self.kept = KeptAnswers()
         self._tokenizer = loaded.tokenizer
         self._tokenizer("")  # resets the truncation and padding of a file, which must not happen in a worker
 
     async def respond(self, request: Request, body: AnswerRequest) -> Any:
         """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
-        cancelled."""
+        cancelled, unless the request names it: then the server completes and keeps it."""
         self.check_model(body.model)
+        if body.kvkeep.answer is None:
+            return await self._respond(request, body)
+        key = (request.state.owner, str(body.kvkeep.session), body.kvkeep.answer)
+        kept = self.kept.begin(key)
+        try:
+            return await self._respond(request, body, kept)
+        except BaseException:
+            self.kept.remove(key)
+            raise
+
+    async def _respond(self, request: Request, body: AnswerRequest, kept: KeptAnswer | None = None) -> Any:
         owner, hold = request.state.owner, request.state.hold
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
         encoding = self.encode(body.given, hold.bytes)
-        prompt = await unless_disconnected(request, encoding)
+        prompt = await (encoding if kept else unless_disconnected(request, encoding))
         form = body.form()
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form)
         hold.tokens(len(prompt))
-        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar)
+        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), self.sampling, grammar)
         reply, stream, named = body.reply(self.model, self.metrics.rejected), body.stream, bool(body.cache())
         if not stream:
             _check_logprobs(ask)
         del body  # its texts, while the answer waits
         submit = partial(self.engine.submit, ask, name=name, owner=owner, names_cache=named, **cache)
         answer = AnswerEvents(submit, self.limits, owner, stream, self.metrics.finished)
+        if kept is not None:
+            stream_of_all = reply.stream(answer.events(await answer.first()))
+            kept.fill(stream_of_all, answer.stop, partial(self._end_kept, hold.moved()))
+            return StreamingResponse(kept.follow(), media_type="text/event-stream", headers=STREAM_HEADERS)
         if stream:
             first = await unless_disconnected(request, answer.first())
             text = _closing(reply.stream(answer.events(first)), answer)
@@ -112,6 +132,11 @@ class Answering:
             return await json_response(reply.complete, events)
         finally:
             answer.disconnect()
+
+    def _end_kept(self, hold: Hold) -> None:
+        """Release what an answer needed that is kept and has ended."""
+        hold.release()
+        self.kept.trim()
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError unless a request names this model."""
@@ -268,7 +293,7 @@ class AnswerEvents:
     ) -> None:
         loop, self._events = asyncio.get_running_loop(), EventBuffer()
         self._limits, self._owner, self._streams = limits, owner, streams
-        self._timed_out = self._disconnected = False
+        self._timed_out = self._disconnected = self._stopped = False
 
         def listener(event: Event) -> None:
             found = self._reported(event)
@@ -288,17 +313,22 @@ class AnswerEvents:
         self._timed_out = True
         self.job.cancel()
 
+    def stop(self) -> None:
+        """End the answer, which has what is written."""
+        self._stopped = True
+        self.job.cancel()
+
     def disconnect(self) -> None:
         """Cancel the request: its client has disconnected, or has everything."""
         self._disconnected = True
         self.job.cancel()
 
     def _reported(self, event: Event) -> StreamEvent:
-        """Return an event as the client receives it. If the time limit or the server's end cut an answer off, it ends
-        with "length"; without any token it is an error."""
+        """Return an event as the client receives it. If the client, the time limit or the server's end cut an answer
+        off, it ends with "length"; without any token it is an error, unless the client stopped it."""
         if not isinstance(event, Finished) or event.reason != "cancelled" or self._disconnected:
             return event
-        if event.written:
+        if event.written or self._stopped:
             return replace(event, reason="length")
         if self._timed_out:
             return APIError(503, f"No token was generated within {self._limits.seconds:g} s; retry later.", "timeout")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -120,6 +120,9 @@ class Extension(Strict):
 
     session: Option | None = None
     """Name of the conversation. The server keeps its cache for the next request."""
+    answer: Option | None = None
+    """Name of the answer, within its session. The server completes it also if the client disconnects, and keeps its
+    stream."""
     method: Option | None = None
     """Cache method of a new conversation; an existing one keeps its method."""
     budget: Option | int | None = None
@@ -131,6 +134,13 @@ class Extension(Strict):
     """A regular expression that describes the answer as a whole."""
     grammar: Form | None = None
     """A grammar of the answer in the notation of Lark, as llguidance takes it."""
+
+    @field_validator("answer")
+    @classmethod
+    def _of_a_session(cls, given: str, known: ValidationInfo) -> str:
+        if known.data.get("session") is None:
+            raise wrong("it names an answer of a 'session'; name one, or leave it out")
+        return given
 
     @field_validator("grammar")
     @classmethod
@@ -173,6 +183,17 @@ class Reply(Protocol):
         """Yield the answer as server-sent events. None: nothing has happened for a while."""
 
 
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p")} | {
+    name: f"{name}_penalty" for name in ("repetition", "presence", "frequency")
+}
+"""Fields of :class:`~kvkeep.engine.sampling.Sampling`, and the request's names of them."""
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, float]:
+    """Return settings of sampling by their names in requests."""
+    return {field: getattr(sampling, name) for name, field in _SAMPLING.items()}
+
+
 class AnswerRequest(Strict):
     """The fields of every request for an answer."""
 
@@ -183,19 +204,27 @@ class AnswerRequest(Strict):
     model: Name
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The maximum number of tokens of the answer."""
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """As of all settings of sampling, None is the default of :func:`~kvkeep.engine.sampling.default_sampling`."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: Name | None = None
     kvkeep: Extension = Extension()
+
+    @field_validator("kvkeep")
+    @classmethod
+    def _kept_stream(cls, given: Extension, known: ValidationInfo) -> Extension:
+        if given.answer is not None and known.data.get("stream") is not True:
+            raise wrong("'answer' needs 'stream': true; add that, or leave it out")
+        return given
 
     @field_validator("stream_options")
     @classmethod
@@ -233,12 +262,11 @@ class AnswerRequest(Strict):
             return "kvkeep.grammar", lambda *_: of_lark(grammar)
         return None
 
-    def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None) -> Ask:
-        """Return the request to the engine. grammar: the compiled :meth:`form`."""
-        sampling = Sampling(
-            self.temperature, self.top_p, self.top_k, self.min_p,
-            self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed, grammar,
-        )  # fmt: skip
+    def ask(self, prompt: list[int], max_tokens: int, defaults: Sampling, grammar: Grammar | None) -> Ask:
+        """Return the request to the engine. defaults: of the settings of sampling that the request leaves out. grammar:
+        the compiled :meth:`form`."""
+        given = {to: one for to, name in _SAMPLING.items() if (one := getattr(self, name)) is not None}
+        sampling = replace(defaults, **given, seed=self.seed, grammar=grammar)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Ask(prompt, max_tokens, sampling, stops, self.logprob_count)
 
