@@ -52,10 +52,14 @@ def test_an_answer_goes_on_without_its_client_and_others_follow_it(server: tuple
 
 def test_two_clients_read_the_same_events(server: tuple[str, Engine]) -> None:
     address, engine = server
-    with held(engine) as gate, streamed(address, NAMED) as first:  # its status comes before its first token
-        with httpx.stream("GET", address + PATH, headers=bearer(), timeout=30) as second:
-            gate.set()
-            one, two = first.read(), second.read()
+    later: dict[str, Any] = {"headers": bearer(), "timeout": 30}
+    with (
+        held(engine) as gate,
+        streamed(address, NAMED) as first,  # its status comes before its first token
+        httpx.stream("GET", address + PATH, **later) as second,
+    ):
+        gate.set()
+        one, two = first.read(), second.read()
     assert one == two and text(one.decode())
 
 
@@ -119,9 +123,12 @@ def test_fields_of_sampling_that_a_request_leaves_out_are_the_models(monkeypatch
     engine = Engine(small(), 10**8)
     asks: list[Any] = []
     submit = engine.submit
-    monkeypatch.setattr(
-        engine, "submit", lambda ask, *given, **named: (asks.append(ask), submit(ask, *given, **named))[1]
-    )
+
+    def recorded(ask: Any, *given: Any, **named: Any) -> Any:
+        asks.append(ask)
+        return submit(ask, *given, **named)
+
+    monkeypatch.setattr(engine, "submit", recorded)
     with serving(engine=engine) as (address, _):
         body = {name: one for name, one in BODY.items() if name != "temperature"}
         for more in ({}, {"temperature": 0}, {"top_k": 0, "presence_penalty": 1.5}):
