@@ -124,6 +124,67 @@ def test_reading_shows_progress_and_escape_stops(tab: Browser, monkeypatch: pyte
         tab.until("[...document.querySelectorAll('.after')].at(-1).textContent.includes('stopped')")
 
 
+def test_two_tabs_share_a_conversation(tab: Browser) -> None:
+    with serving(keys=[]) as (address, engine):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        first = tab.session
+        assert first is not None
+        second = tab.another(address)
+        tab.run("document.querySelector('#max_tokens').value = 40")
+        send(tab, "the river")
+        tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
+        with held(engine):
+            tab.switch(second)
+            tab.until("document.querySelector('#talks .busy')")
+            tab.click("#talks .open")
+            tab.until("document.querySelector('#send').hidden && !document.querySelector('#stop').hidden")
+        ended = f"{IDLE} && [...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')"
+        tab.until(ended)
+        there = texts(tab, "assistant")
+        send(tab, "and the stone")
+        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ended}")
+        both = texts(tab, "assistant")
+        tab.switch(first)
+        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ended}")
+        assert texts(tab, "assistant") == both and both[:1] == there and all(both)
+        assert texts(tab, "user") == ["the river", "and the stone"]
+        with held(engine):
+            send(tab, "and then")
+            tab.switch(second)
+            tab.until("!document.querySelector('#stop').hidden")
+            tab.click("#stop")
+        for session in (first, second):  # each of them shows that it was stopped
+            tab.switch(session)
+            tab.until(f"{IDLE} && document.querySelectorAll('.message.user').length === 3")
+        assert within(5, lambda: not engine.running) and not tab.errors
+
+
+def test_what_a_server_has_lost_can_be_continued(tab: Browser) -> None:
+    with serving(keys=[]) as (address, engine):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        tab.run("document.querySelector('#max_tokens').value = 400")
+        send(tab, "the river")
+        tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
+        with held(engine):
+            before = texts(tab, "assistant")[0]
+            name = tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0].messages[1].running")
+            assert re.fullmatch("[0-9a-f]{24}", name)
+            tab.open(address + "/health")
+            talks = tab.run("localStorage.getItem('kvkeep.talks')").replace(name, "0" * 24)
+            tab.run(f"localStorage.setItem('kvkeep.talks', {json.dumps(talks)})")
+        tab.open(address)
+        tab.until("document.querySelector('#notice')?.textContent.includes('broke off')")
+        assert texts(tab, "assistant")[0].startswith(before[:-1])
+        tab.click(".more")
+        more = f"document.querySelector('.message.assistant .body').textContent.length > {len(before) + 20}"
+        tab.until(f"!document.querySelector('#stop').hidden && {more}")
+        tab.click("#stop")
+        tab.until(f"{IDLE} && document.querySelector('.after .more')")
+        assert texts(tab, "assistant")[0].startswith(before[:-1]) and not tab.errors
+
+
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[ChatRequest]:
     """The requests that the page sends from now on."""
     found, real = list[ChatRequest](), answering.Answering.respond
@@ -149,7 +210,7 @@ def _keeps_the_budget(tab: Browser) -> None:
 
 def _sends_settings_and_files(tab: Browser, asked: list[ChatRequest]) -> None:
     tab.run("document.querySelector('#system').value = 'Be brief.'")
-    tab.run("document.querySelector('#length').value = 3")
+    tab.run("document.querySelector('#max_tokens').value = 3")
     for name, text in (("notes.txt", "the stone"), ("picture.png", "\\0")):
         tab.run(
             f"(() => {{ const all = new DataTransfer(), field = document.querySelector('#chosen'); all.items.add(new "
@@ -226,9 +287,9 @@ def _keeps_lines_and_hides_special_tokens(tab: Browser) -> None:
 
 def _changes_length(tab: Browser, asked: list[ChatRequest]) -> None:
     tab.click("#settings-open")
-    assert tab.run("document.querySelector('#method').disabled && !document.querySelector('#length').disabled")
-    tab.run("document.querySelector('#length').value = 5")
-    tab.run("document.querySelector('#length').dispatchEvent(new Event('change'))")
+    assert tab.run("document.querySelector('#method').disabled && !document.querySelector('#max_tokens').disabled")
+    tab.run("document.querySelector('#max_tokens').value = 5")
+    tab.run("document.querySelector('#max_tokens').dispatchEvent(new Event('change'))")
     send(tab, "and then")
     tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2")
     assert asked[-1].max_tokens == 5 and asked[-1].kvkeep.budget == "24"
@@ -332,7 +393,7 @@ def _comes_back(tab: Browser, address: str) -> None:
 
 
 def _reloads(tab: Browser, engine: Engine) -> None:
-    """In mid-answer: what is written of it stays, with what is not sent yet, and it can be written again."""
+    """In mid-answer: it goes on, with what is not sent yet, and it can be continued."""
     tab.click("#new")
     send(tab, "a river of stone")
     tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
@@ -342,14 +403,15 @@ def _reloads(tab: Browser, engine: Engine) -> None:
         tab.type("and what then")
         tab.run("history.replaceState(null, '', location.pathname)")  # as by the address without a conversation
         tab.call("Page.reload")
-    tab.until("document.querySelector('#notice')?.textContent.includes('broke off')")
-    (after,) = texts(tab, "assistant")
-    assert after.startswith(before[:20]) and tab.run("document.querySelector('#prompt').value") == "and what then"
-    assert within(5, lambda: not engine.running)
-    tab.click("#notice button")
+        shown = "document.querySelector('.message.assistant .body')?.textContent.length"
+        tab.until(f"document.querySelector('#send')?.hidden && {shown} >= {len(before)}")
+        assert tab.run("document.querySelector('#prompt').value") == "and what then"
     tab.until(f"{IDLE} && document.querySelector('.message.assistant .after').textContent.includes('tokens')")
-    (before,) = texts(tab, "assistant")
+    assert within(5, lambda: not engine.running)
+    (after,) = texts(tab, "assistant")
+    assert after.startswith(before[:-1]) and len(after) > len(before)
     assert tab.run("document.querySelector('#notice').hidden")
+    before = after
     if tab.run("document.querySelector('.more') !== null"):  # it was cut off, and did not end by itself
         tab.click(".more")
         tab.until(f"{IDLE} && document.querySelector('.message.assistant .body').textContent.length > {len(before)}")
