@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from importlib import resources
@@ -20,7 +22,7 @@ from running import KEYS, held, serving, within
 
 from kvkeep.engine import answer as scheduling
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import answering
+from kvkeep.serve.http import answering, completions
 from kvkeep.serve.http.completions import ChatRequest
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
@@ -183,6 +185,104 @@ def test_what_a_server_has_lost_can_be_continued(tab: Browser) -> None:
         tab.click("#stop")
         tab.until(f"{IDLE} && document.querySelector('.after .more')")
         assert texts(tab, "assistant")[0].startswith(before[:-1]) and not tab.errors
+
+
+SAID: list[dict[str, Any] | str] = [
+    ": reading 1,000 of 4,000 tokens\n\n",
+    {"reasoning_content": "First I **think**."},
+    {"content": "So:\n\n```python\nif x:  # yes\n    f(1)\n```\n\n```\nif x\n```\n"},
+    {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "read_file", "arguments": '{"path": '}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '"notes.txt"}'}}]},
+]
+
+
+def test_reasoning_calls_and_code_are_shown_and_what_was_reused(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, reuse = threading.Event(), {"kvkeep": {"reuse": "message 14 differs"}}
+
+    async def stream(self: completions.Choices, events: Any) -> Any:
+        for one in SAID:
+            yield one if isinstance(one, str) else self._chunk({"delta": one})
+            while not gate.is_set():
+                await asyncio.sleep(0.01)
+        async for _ in events:
+            pass
+        usage = {"prompt_tokens": 28310, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 27904}}
+        last: dict[str, Any] = {"choices": [], "usage": usage}
+        yield completions._event(last | reuse)
+        yield "data: [DONE]\n\n"
+
+    monkeypatch.setattr(completions.Choices, "stream", stream)
+    with serving(keys=[]) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        send(tab, "the river")
+        tab.until("document.querySelector('.reading')?.textContent.startsWith('Reading 1,000 of 4,000 tokens')")
+        gate.set()
+        tab.until(f"{IDLE} && document.querySelector('.reuse')?.textContent === 'message 14 differs'")
+        folded = "[...document.querySelectorAll('.message.assistant details')]"
+        assert tab.run(f"{folded}.map((e) => [e.open, e.querySelector('summary').textContent])") == [
+            [False, "Reasoning"], [False, "Call of read_file"],
+        ]  # fmt: skip
+        assert tab.run(f"{folded}.map((e) => e.lastElementChild.textContent)") == [
+            "First I think.", '{\n  "path": "notes.txt"\n}',
+        ]  # fmt: skip
+        tab.run("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+        kinds = tab.run("[...document.querySelectorAll('.code span[class]')].map((e) => [e.className, e.textContent])")
+        assert kinds == [["keyword", "if"], ["comment", "# yes"], ["call", "f"], ["number", "1"]]
+        tab.click(".code .copy")
+        assert tab.until("window.copied") == "if x:  # yes\n    f(1)"
+        _act(tab, "Copy")
+        assert tab.until("window.copied.startsWith('So:') && window.copied").endswith("```")
+        reuse.clear()  # then the server says nothing of what it reused
+        _act(tab, "Regenerate")
+        tab.until(
+            f"{IDLE} && document.querySelector('.reuse')?.textContent === 'reused 27,904 of 28,310 tokens, read 406'"
+        )
+        assert not tab.errors
+
+
+def test_settings_of_an_answer_and_what_goes_wrong_are_in_the_words_of_the_page(
+    tab: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = _recorded(monkeypatch)
+    with serving(keys=[]) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        assert tab.run("document.querySelector('#method optgroup').label") == "Often chosen"
+        options = tab.run("[...document.querySelector('#method').options].map((e) => [e.value, e.textContent])")
+        assert all(text.startswith(name) and ": " in text and len(text) < 110 for name, text in options), options
+        shown = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        assert [tab.run(f"document.querySelector('#{one}').placeholder") for one in shown] == [
+            "0.8", "40", "0.95", "0.05", "1", "0", "0",
+        ]  # fmt: skip
+        send(tab, "the " * 700)
+        tab.until(
+            "/has \\d+ tokens, and the model reads at most \\d+/.test(document.querySelector('#notice').textContent)"
+        )
+        assert "kvkeep." not in tab.run("document.querySelector('#notice').textContent")
+        tab.run("document.querySelector('#budget').value = '77'")
+        tab.click("#new")
+        assert tab.run("document.querySelector('#prompt').value") == ""
+        assert tab.run("document.querySelector('#budget').value") == ""
+        for name, value in (("temperature", "5"), ("top_k", "7"), ("seed", "11")):
+            tab.run(f"document.querySelector('#{name}').value = '{value}'")
+        send(tab, "the river")
+        tab.until("document.querySelector('#notice').textContent === 'Temperature has to be at most 2.0.'")
+        tab.run("document.querySelector('#temperature').value = '1.5'")
+        tab.run("document.querySelector('#max_tokens').value = '3'")
+        tab.press("Enter", 13)
+        tab.until(f"{IDLE} && document.querySelector('.holds')")
+        body = sent[-1]
+        assert (body.temperature, body.top_k, body.seed, body.max_tokens, body.min_p) == (1.5, 7, 11, 3, None)
+        assert not tab.errors
 
 
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[ChatRequest]:

@@ -27,7 +27,7 @@ class KeptAnswer:
         self.done = False
         """Whether nothing more arrives."""
         self._events = list[str]()
-        self._comment = ""  # the last one, if nothing came after it
+        self._comment, self._comments = "", 0  # the last one, if nothing came after it, and how many there were
         self._changed = asyncio.Event()
         self._stop: Callable[[], None] | None = None
         self._task: asyncio.Task[None] | None = None  # the loop itself keeps no task alive
@@ -51,7 +51,9 @@ class KeptAnswer:
 
     def _add(self, event: str) -> None:
         self._comment = event if event.startswith(":") else ""
-        if not self._comment:
+        if self._comment:
+            self._comments += 1
+        else:
             self._events.append(event)
             self.bytes += len(event)
         self._notify()
@@ -72,17 +74,18 @@ class KeptAnswer:
 
     async def follow(self) -> AsyncIterator[str]:
         """Yield the stream from its beginning to its end. A comment counts only while it is the last one."""
-        sent = 0
+        sent = comments = 0
         while True:
             if sent < len(self._events):
                 text, sent = "".join(self._events[sent:]), len(self._events)
                 yield text
             elif self.done:
                 return
+            elif self._comment and comments < self._comments:
+                comments = self._comments
+                yield self._comment
             else:
                 await self._changed.wait()
-                if self._comment:
-                    yield self._comment
 
 
 class KeptAnswers:

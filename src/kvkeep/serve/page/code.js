@@ -25,7 +25,7 @@ function rules(language) {
   const comment = HASH.test(language) ? "(?<![^\\s;])#[^\\n]*" : DASHES.test(language) ? "--[^\\n]*|/\\*[^]*?(?:\\*/|$)"
     : "//[^\\n]*|/\\*[^]*?(?:\\*/|$)";
   if (MARKUP.test(language)) return `(?<comment><!--[^]*?(?:-->|$))|(?<string>(?<==)"[^"]*"?)|(?<keyword></?[\\w:-]+|/?>)`;
-  return `(?<comment>${comment})|(?<string>${STRING})|(?<number>${NUMBER})|(?<word>[A-Za-z_$][\\w$]*)(?<call>(?=\\())?`;
+  return `(?<comment>${comment})|(?<string>${STRING})|(?<number>${NUMBER})|(?<word>[A-Za-z_$][\\w$]*)(?=(?<call>\\()?)`;
 }
 
 /** The parts of a text of code, as text and elements. */

@@ -32,8 +32,8 @@ let methods = [], standard = {}, budget = SUGGESTED;
 
 const about = ({ name, summary }) => WORDS[name] ?? summary;
 const short = (text) => {
-  const [first] = text.split(/[.;:] /, 1);
-  return first.length > 64 ? `${first.slice(0, 62).trimEnd()}…` : first.replace(/\.$/, "");
+  const [first] = text.split(/[.:] /, 1);
+  return first.length > 72 ? `${first.slice(0, 72).replace(/[ ,;]+[^ ]*$/, "")} …` : first.replace(/\.$/, "");
 };
 
 /** Fill the list of methods and the defaults of an answer. found: what the server says of methods and of its model. */
@@ -41,7 +41,7 @@ export function fill(found, model) {
   methods = found.data;
   standard = found.default;
   const option = (method) => {
-    const choice = method.name === standard.method ? " (this server's choice)" : "";
+    const choice = method.name === standard.method ? " (default)" : "";
     const made = make("option", "", `${method.name}${choice}: ${short(about(method))}`);
     made.value = method.name;
     return made;
