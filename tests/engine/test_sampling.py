@@ -2,6 +2,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import tokenizer
+from families import tiny
 from gguf_files import written
 from transformers.generation import GenerationConfig
 
@@ -30,3 +32,22 @@ def test_a_gguf_files_recommendation_is_the_models_own(tmp_path: Path) -> None:
     loaded = kvkeep.load(str(file))
     assert default_sampling(loaded.model) == Sampling(0.5, 0.95, 7, 0.0, repetition=1.25)
     assert read_model(written(tmp_path / "silent.gguf")).sampling == {}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_generate_samples_by_settings_in_place_of_the_models(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny("llama"), [*range(3, 20)]
+    settings = {"top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
+
+    def written_by(given: dict[str, float]) -> list[int]:
+        cache = kvkeep.KeepCache(model, "full")
+        how = {"max_new_tokens": 12, "temperature": temperature, "seed": 5}
+        return list(kvkeep.generate(model, tokenizer(), ids, cache, settings=given, **how).tokens)  # type: ignore[arg-type]
+
+    plain, found = written_by({}), written_by(settings)
+    for name, value in settings.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    assert found == written_by({}) != plain
+    assert written_by({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}) != found

@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvkeep.engine.sampling import fields
 from kvkeep.errors import UsageError, place_of
 from kvkeep.models.loading import Loaded
 from kvkeep.native.room import has_room
@@ -39,7 +40,6 @@ from kvkeep.serve.http.body import (
 from kvkeep.serve.http.completions import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.errors import HANDLERS, APIError, new_request_id
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
-from kvkeep.serve.http.protocol import sampling_fields
 from kvkeep.serve.http.sessions import session_routes
 
 with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
@@ -274,7 +274,7 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
 def _add_models(app: FastAPI, answering: Answering) -> None:
     model = {
         "id": answering.model, "object": "model", "created": int(time.time()), "owned_by": "kvkeep",
-        "kvkeep": {"sampling": sampling_fields(answering.sampling), "max_tokens": DEFAULT_MAX_TOKENS},
+        "kvkeep": {"sampling": fields(answering.sampling), "max_tokens": DEFAULT_MAX_TOKENS},
     }  # fmt: skip
 
     @app.get("/v1/models")

@@ -19,7 +19,7 @@ from kvkeep.engine.answer import Ask
 from kvkeep.engine.forms import of_lark, of_regex
 from kvkeep.engine.grammar import Grammar
 from kvkeep.engine.pieces import TextPiece
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling import FIELDS, Sampling
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.session import Finished
 
@@ -183,17 +183,6 @@ class Reply(Protocol):
         """Yield the answer as server-sent events. None: nothing has happened for a while."""
 
 
-_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p")} | {
-    name: f"{name}_penalty" for name in ("repetition", "presence", "frequency")
-}
-"""Fields of :class:`~kvkeep.engine.sampling.Sampling`, and the request's names of them."""
-
-
-def sampling_fields(sampling: Sampling) -> dict[str, float]:
-    """Return settings of sampling by their names in requests."""
-    return {field: getattr(sampling, name) for name, field in _SAMPLING.items()}
-
-
 class AnswerRequest(Strict):
     """The fields of every request for an answer."""
 
@@ -265,7 +254,7 @@ class AnswerRequest(Strict):
     def ask(self, prompt: list[int], max_tokens: int, defaults: Sampling, grammar: Grammar | None) -> Ask:
         """Return the request to the engine. defaults: of the settings of sampling that the request leaves out. grammar:
         the compiled :meth:`form`."""
-        given = {to: one for to, name in _SAMPLING.items() if (one := getattr(self, name)) is not None}
+        given = {name: one for name, field in FIELDS.items() if (one := getattr(self, field)) is not None}
         sampling = replace(defaults, **given, seed=self.seed, grammar=grammar)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Ask(prompt, max_tokens, sampling, stops, self.logprob_count)
