@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from kvkeep.engine import answer as scheduling
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering, completions
 from kvkeep.serve.http.completions import ChatRequest
+from kvkeep.serve.http.kept_answers import KeptAnswer
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
 IDLE = "!document.querySelector('#send').hidden"
@@ -185,6 +186,27 @@ def test_what_a_server_has_lost_can_be_continued(tab: Browser) -> None:
         tab.click("#stop")
         tab.until(f"{IDLE} && document.querySelector('.after .more')")
         assert texts(tab, "assistant")[0].startswith(before[:-1]) and not tab.errors
+
+
+def test_a_broken_connection_is_made_again(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow, begun = KeptAnswer.follow, list[KeptAnswer]()
+
+    async def breaking(self: KeptAnswer) -> AsyncIterator[str]:
+        begun.append(self)
+        async for text in follow(self):
+            yield text
+            if len(begun) == 1 and '"content":" ' in text:
+                raise ConnectionResetError
+
+    monkeypatch.setattr(KeptAnswer, "follow", breaking)
+    with serving(keys=[]) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        tab.run("document.querySelector('#max_tokens').value = 20")
+        send(tab, "the river")
+        tab.until(f"{IDLE} && document.querySelector('.reuse')")
+        assert len(begun) == 2 and begun[0] is begun[1]
+        assert tab.run("document.querySelector('#notice').hidden") and not tab.errors
 
 
 SAID: list[dict[str, Any] | str] = [

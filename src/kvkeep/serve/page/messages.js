@@ -6,6 +6,8 @@ import { render } from "./markdown.js";
 import { bar, bytes, number, said } from "./memory.js";
 import { random } from "./talks.js";
 
+const LONG = 4000, BEGINNING = 600;  // characters of a message that is folded, and of what is shown of it
+
 export const CUT = "cut off at its length", STOPPED = "stopped", BROKEN = "broke off";
 
 function button(text, title, call) {
@@ -33,7 +35,9 @@ export function element(message, talk, actions, run) {
   if (message.role === "tool") body.append(folded(message, "result", "Result of a tool", code(message.content)));
   else {
     for (const { name } of message.files ?? []) body.append(make("span", "file", name));
-    body.append(make("div", "", message.content));
+    const { content: text } = message, long = text.length > LONG;
+    body.append(make("div", "", long ? `${text.slice(0, BEGINNING)} …` : text));
+    if (long) body.append(folded(message, "all", `All ${number(text.length)} characters`, make("div", "", text)));
   }
   box.append(body);
   if (message.role === "user") box.append(under(message, talk, actions));
