@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -138,3 +139,30 @@ def test_fields_of_sampling_that_a_request_leaves_out_are_the_models(monkeypatch
     assert first == LLAMA_SERVER and not greedy.sampled
     assert (others.temperature, others.top_k, others.presence) == (0.8, 0, 1.5)
     assert model["kvkeep"]["sampling"]["top_k"] == 40 and model["kvkeep"]["sampling"]["repetition_penalty"] == 1.0
+
+
+def test_an_answer_that_is_stopped_before_it_begins_ends_at_once() -> None:
+    async def events() -> AsyncIterator[str]:
+        while not stopped:
+            await asyncio.sleep(0)
+        yield "data: the end\n\n"
+
+    async def run() -> list[str]:
+        answer = answers.begin(("key", "talk", "one"))
+        answers.get(("key", "talk", "one")).stop()
+        answer.fill(events(), lambda: stopped.append(True), lambda: None)
+        return [one async for one in answer.follow()]
+
+    stopped: list[bool] = []
+    answers = kept_answers.KeptAnswers()
+    assert asyncio.run(run()) == ["data: the end\n\n"] and stopped == [True]
+
+
+def test_a_session_may_be_deleted_while_its_answer_is_refused() -> None:
+    answers = kept_answers.KeptAnswers()
+    key = ("key", "talk", "one")
+    first = answers.begin(key)
+    answers.forget("key", "talk")
+    second = answers.begin(key)
+    answers.remove(key, first)
+    assert answers.get(key) is second and first.done and not second.done

@@ -99,7 +99,7 @@ class Answering:
         try:
             return await self._respond(request, body, kept)
         except BaseException:
-            self.kept.remove(key)
+            self.kept.remove(key, kept)
             raise
 
     async def _respond(self, request: Request, body: AnswerRequest, kept: KeptAnswer | None = None) -> Any:

@@ -29,12 +29,15 @@ class KeptAnswer:
         self._events = list[str]()
         self._comment, self._comments = "", 0  # the last one, if nothing came after it, and how many there were
         self._changed = asyncio.Event()
-        self._stop: Callable[[], None] | None = None
+        self._stop: Callable[[], None] | None = None  # None: it has not begun
+        self._stopped = False
         self._task: asyncio.Task[None] | None = None  # the loop itself keeps no task alive
 
     def fill(self, stream: AsyncIterator[str], stop: Callable[[], None], ended: Callable[[], None]) -> None:
         """Take the answer's events from ``stream`` in a task. stop: ends the answer. ended: called at its end."""
         self._stop = stop
+        if self._stopped:
+            stop()
         self._task = asyncio.create_task(self._filled(stream, ended))
 
     async def _filled(self, stream: AsyncIterator[str], ended: Callable[[], None]) -> None:
@@ -63,7 +66,8 @@ class KeptAnswer:
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """End the answer at the next token; what it has stays."""
+        """End the answer at the next token, or before its first one; what it has stays."""
+        self._stopped = True
         if self._stop is not None and not self.done:
             self._stop()
 
@@ -110,9 +114,11 @@ class KeptAnswers:
             raise APIError(404, f"The session '{key[1]}' has no answer '{key[2]}' here.", "answer_not_found", "answer")
         return self._answers[key]
 
-    def remove(self, key: Key) -> None:
-        """Remove an answer that has not begun: nobody can follow it."""
-        self._answers.pop(key).end()
+    def remove(self, key: Key, answer: KeptAnswer) -> None:
+        """Remove an answer that was refused: nobody can follow it."""
+        answer.end()
+        if self._answers.get(key) is answer:  # else its session was deleted meanwhile
+            del self._answers[key]
 
     def forget(self, owner: str, session: str) -> None:
         """Stop and remove all answers of a session."""

@@ -50,8 +50,7 @@ by("key-form").addEventListener("submit", (event) => {
 
 /** What went wrong, in the words of this page. */
 function said({ code, param, message }) {
-  const [, tokens, context] = /has ([\d,]+) tokens, but the model's context has ([\d,]+)/.exec(message) ?? [];
-  if (tokens) return `This conversation has ${number(Number(tokens))} tokens, and the model reads at most ${number(Number(context))}. Begin a new one; with the method "endless" it can be of any length.`;
+  if (code === "context_length_exceeded") return `This conversation is longer than the model can read at once. Shorten the message or begin a new conversation; with the method "endless" it can be of any length. (${message.split(/[;.] /, 1)[0]}.)`;
   if (code === "session" || code === "session_differs") return "The server remembers this conversation by another model, version or method. Begin a new one.";
   if (param in LABELS) return message.replace(`'${param}'`, LABELS[param]);
   return message;
@@ -261,10 +260,11 @@ async function receive(talk, message, start) {
 
 /** Take what arrives of an answer into its message and into ``got``. */
 async function take(events, run, got, timed) {
-  const { message } = run, before = message.content.slice(0, message.from);
+  const { message } = run, before = { content: message.content.slice(0, message.from), reasoning: "", calls: [] };
+  if (message.from) Object.assign(before, { reasoning: message.reasoning ?? "", calls: message.calls ?? [] });  // it is continued
   let first = 0, began = null, fresh = true;
   for await (const event of events) {
-    if (fresh) Object.assign(got, { content: before, reasoning: "", calls: [] });  // not before: what is known might be all there is
+    if (fresh) Object.assign(got, before);  // not before: what is known might be all there is
     fresh = false;
     if (event.reading) {
       began ??= { at: performance.now(), tokens: event.reading[0] };
