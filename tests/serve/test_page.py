@@ -85,7 +85,7 @@ def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: py
         monkeypatch.setattr(answering, "DEFAULT_MAX_TOKENS", 300)
         _stops(tab, engine)
         _comes_back(tab, address)
-        _reloads(tab, engine)
+        _reloads(tab, engine, monkeypatch)
         _on_a_phone(tab)
         _is_safe(tab, address)
         assert not tab.errors, tab.errors
@@ -512,8 +512,10 @@ def _comes_back(tab: Browser, address: str) -> None:
     assert tab.run("document.querySelector('#kind').textContent") == "h2o, budget 16"
 
 
-def _reloads(tab: Browser, engine: Engine) -> None:
+def _reloads(tab: Browser, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In mid-answer: it goes on, with what is not sent yet, and it can be continued."""
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda wait=False: (time.sleep(0.01), step(wait))[1])
     tab.click("#new")
     send(tab, "a river of stone")
     tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
