@@ -25,6 +25,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answering, completions
 from kvkeep.serve.http.completions import ChatRequest
 from kvkeep.serve.http.kept_answers import KeptAnswer
+from kvkeep.serve.http.protocol import server_sent
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
 IDLE = "!document.querySelector('#send').hidden"
@@ -230,7 +231,7 @@ def test_reasoning_calls_and_code_are_shown_and_what_was_reused(tab: Browser, mo
             pass
         usage = {"prompt_tokens": 28310, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 27904}}
         last: dict[str, Any] = {"choices": [], "usage": usage}
-        yield completions._event(last | reuse)
+        yield server_sent(last | reuse)
         yield "data: [DONE]\n\n"
 
     monkeypatch.setattr(completions.Choices, "stream", stream)

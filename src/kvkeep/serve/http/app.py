@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -30,16 +31,18 @@ from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     Hold,
     RequestMemory,
-    bearer,
     check_headers,
     json_response,
+    key_of,
     limit_body,
     read_body,
     unless_disconnected,
 )
 from kvkeep.serve.http.completions import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.errors import HANDLERS, APIError, new_request_id
+from kvkeep.serve.http.messages import CountRequest, MessagesRequest
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
+from kvkeep.serve.http.responses import ResponseRequest
 from kvkeep.serve.http.sessions import session_routes
 
 with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
@@ -153,7 +156,7 @@ class RequestMiddleware:
             found = self.metrics.rejected(error)
             if status:  # the response has begun, so it can only be interrupted
                 raise _ResponseInterrupted from None
-            await found.response()(scope, receive, send_with_id)
+            await found.response(scope["path"])(scope, receive, send_with_id)
         finally:
             hold.release()
             path, seconds = quote(scope["path"]), time.monotonic() - started  # quoted: always one line
@@ -167,14 +170,13 @@ class RequestMiddleware:
             )
             raise APIError(403, sentence, "wrong_host")
         if scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(PAGE_PREFIX):
-            scope["state"]["owner"] = self._owner(headers.get("authorization"))
+            scope["state"]["owner"] = self._owner(key_of(headers))
 
-    def _owner(self, header: str | None) -> str:
-        """Return the owner of a request with this Authorization ``header``: its key, or all clients of a server without
-        keys. Raises APIError for a wrong or missing key."""
+    def _owner(self, key: str | None) -> str:
+        """Return the owner of a request with this ``key``; of a server without keys, all clients are one. Raises
+        APIError for a wrong or missing key."""
         if not self._digests:
             return "local"
-        key = bearer(header)
         given, owner = _digest(key or ""), ""
         for digest in self._digests:  # compare with all of them, so that timing reveals nothing
             if hmac.compare_digest(digest, given):
@@ -236,10 +238,49 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_answers(app: FastAPI, answering: Answering) -> None:
+    records = answering.records
+
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         """Answer a conversation."""
         return await answering.respond(request, await read_body(request, ChatRequest))
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Any:
+        """Answer a conversation as OpenAI's newer clients send it."""
+        body = await read_body(request, ResponseRequest)
+        return await answering.respond(request, body.using(records.of(request.state.owner)))
+
+    @app.get("/v1/responses/{number}")
+    async def response_of(request: Request, number: str) -> Any:
+        """Return a recorded response."""
+        return (await recorded(request, number))["response"]
+
+    @app.delete("/v1/responses/{number}")
+    async def remove_response(request: Request, number: str) -> Any:
+        """Remove a recorded response."""
+        await recorded(request, number)
+        await asyncio.to_thread(records.remove, request.state.owner, number)
+        return {"id": number, "object": "response", "deleted": True}
+
+    async def recorded(request: Request, number: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(records.get, request.state.owner, number)
+        if found is None or "response" not in found:
+            raise APIError(404, f"There is no response '{number[:100]}'.", "not_found")
+        return found
+
+    @app.post("/v1/messages")
+    async def message(request: Request) -> Any:
+        """Answer a conversation as Anthropic's clients send it."""
+        return await answering.respond(request, await read_body(request, MessagesRequest))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> Any:
+        """Return the number of tokens of a conversation up to its answer."""
+        body = await read_body(request, CountRequest)
+        answering.check_model(body.model)
+        given = answering.encode(body.given, request.state.hold.bytes, request.state.owner)
+        return {"input_tokens": len((await unless_disconnected(request, given)).ids)}
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
@@ -265,7 +306,8 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
         answering.check_model(body.model)
         if not (body.prompt or body.messages):
             raise UsageError("There is nothing to tokenize; send 'prompt' or 'messages'.")
-        ids = await unless_disconnected(request, answering.encode(body.given, request.state.hold.bytes))
+        given = answering.encode(body.given, request.state.hold.bytes, request.state.owner)
+        ids = (await unless_disconnected(request, given)).ids
         request.state.hold.tokens(len(ids))
         positions = answering.engine.geometry.max_positions
         return await json_response(lambda: {"tokens": ids, "count": len(ids), "max_model_len": positions})

@@ -11,10 +11,20 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from kvkeep.decode.prompt import PromptText, prompt_text, texts_of
+from kvkeep.decode.prompt import GENERATED, PromptText, prompt_text, texts_of
+from kvkeep.decode.replay import Generated
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.forms import of_lark, of_regex
 from kvkeep.engine.grammar import Grammar
@@ -77,6 +87,18 @@ def readable(given: Any) -> Any:
     return given
 
 
+def by_type(wrong: str, kinds: Mapping[str, str] | None = None) -> Discriminator:
+    """Return what chooses one of several objects by its ``type``, each with a ``Tag`` of a hyphen and this type; one
+    without a type is a message. The hyphen keeps the tag out of errors' places. wrong: the reason if no object has the
+    type. kinds: tags of types that have one together."""
+
+    def tag(given: Any) -> str:
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return f"-{(kinds or {}).get(kind, kind) if isinstance(kind, str) else 'message'}"
+
+    return Discriminator(tag, custom_error_type="wrong", custom_error_message=wrong)
+
+
 Object = Annotated[dict[str, Any], AfterValidator(readable)]
 Text = Annotated[str, AfterValidator(_complete)]
 Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_complete)]
@@ -92,11 +114,13 @@ class Strict(BaseModel):
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Values with which a field asks for nothing, as clients send it. With others, the field is not supported."""
+    hints: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may say anything: what they ask for cannot change an answer."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_void(cls, given: Any) -> Any:
-        """Leave out null and what asks for nothing. Refuse many fields, each of which could be an error."""
+        """Leave out null, hints and what asks for nothing. Refuse many fields, each of which could be an error."""
         if not isinstance(given, dict):
             return given
         if len(given) > MAX_FIELDS:
@@ -105,14 +129,7 @@ class Strict(BaseModel):
 
     @classmethod
     def _is_void(cls, name: str, given: Any) -> bool:
-        return any(type(given) is type(one) and given == one for one in cls.void.get(name, ()))
-
-
-class StreamOptions(Strict):
-    """Options of a stream."""
-
-    include_usage: bool = False
-    """Send a final chunk with the token counts."""
+        return name in cls.hints or any(type(given) is type(one) and given == one for one in cls.void.get(name, ()))
 
 
 class Extension(Strict):
@@ -183,16 +200,35 @@ class Reply(Protocol):
         """Yield the answer as server-sent events. None: nothing has happened for a while."""
 
 
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""
+
+
+def server_sent(body: Mapping[str, Any], name: str | None = None) -> str:
+    """Return a server-sent event. name: its type; None: it has none."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"{'' if name is None else f'event: {name}' + chr(10)}data: {text.translate(_LINE_ENDS)}\n\n"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a reply knows besides its request."""
+
+    model: str
+    """The model's name."""
+    id: str
+    """An id of the answer, of 32 hexadecimal digits."""
+    prompt_tokens: int
+    to_error: Callable[[Exception], APIError]
+    """Converts an exception within a stream to an error."""
+    report: Callable[[Finished], Mapping[str, Any]] = lambda _: {}
+    """Returns what the reply says of an answer in the field ``kvkeep``."""
+
+
 class AnswerRequest(Strict):
     """The fields of every request for an answer."""
 
-    void: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "n": (1,), "store": (False,), "metadata": ({},), "logit_bias": ({},), "service_tier": ("auto", "default"),
-    }  # fmt: skip
-
     model: Name
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The maximum number of tokens of the answer."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """As of all settings of sampling, None is the default of :func:`~kvkeep.engine.sampling.default_sampling`."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -201,11 +237,8 @@ class AnswerRequest(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: Name | None = None
     kvkeep: Extension = Extension()
 
     @field_validator("kvkeep")
@@ -215,31 +248,24 @@ class AnswerRequest(Strict):
             raise wrong("'answer' needs 'stream': true; add that, or leave it out")
         return given
 
-    @field_validator("stream_options")
-    @classmethod
-    def _of_a_stream(cls, given: StreamOptions, known: ValidationInfo) -> StreamOptions:
-        if known.data.get("stream") is False:
-            raise wrong("it needs 'stream': true; add that, or leave it out")
-        return given
-
-    @property
-    def usage_in_stream(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     @abstractmethod
     def given(self) -> Prompt:
-        """Return the prompt. A worker thread calls this."""
-
-    @property
-    def token_limit(self) -> int | None:
-        """The maximum number of tokens of the answer, if the request sets one."""
-        return self.max_tokens
+        """Return the prompt. A worker thread calls this. Raises APIError for a conversation that cannot be."""
 
     @property
     @abstractmethod
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens of the answer, if the request sets one."""
+
+    @property
+    def stops(self) -> list[str]:
+        """Strings that end the answer."""
+        return []
+
+    @property
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
+        return None
 
     def form(self) -> tuple[str, FormOf] | None:
         """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
@@ -256,8 +282,7 @@ class AnswerRequest(Strict):
         the compiled :meth:`form`."""
         given = {name: one for name, field in FIELDS.items() if (one := getattr(self, field)) is not None}
         sampling = replace(defaults, **given, seed=self.seed, grammar=grammar)
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Ask(prompt, max_tokens, sampling, stops, self.logprob_count)
+        return Ask(prompt, max_tokens, sampling, self.stops, self.logprob_count)
 
     def cache(self) -> dict[str, Any]:
         """Return method and budget, if the request names them."""
@@ -265,16 +290,34 @@ class AnswerRequest(Strict):
         return {name: one for name, one in options.items() if one is not None}
 
     @abstractmethod
-    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
-        """Return the reply, which has no events yet. to_error: converts an exception within a stream to an error."""
+    def reply(self, context: Context) -> Reply:
+        """Return the reply, which has no events yet."""
+
+    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
+        """Return what converts an answer to a message as chat templates take it; None: it is not one of a
+        conversation."""
+        return None
 
 
 # -- prompts ----------------------------------------------------------------------------------------------
 
 
-def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
-    """Return the token ids of a prompt. vocabulary: the number of the model's tokens. Raises APIError for a wrong
-    prompt."""
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids."""
+
+    ids: list[int]
+    messages: Sequence[tuple[int, str]] | None = None
+    """The place in the prompt's text and the role of each message; empty: that is not known; None: the prompt is not a
+    conversation."""
+
+
+def encoded(
+    prompt: Prompt, tokenizer: Any, vocabulary: int, generated: Callable[[Mapping[str, Any]], Generated | None]
+) -> EncodedPrompt:
+    """Return the token ids of a prompt. vocabulary: the number of the model's tokens. generated: returns a message as
+    it was generated, if it was. Raises APIError for a wrong prompt."""
+    places: list[tuple[int, str]] | None = None
     if isinstance(prompt, list):
         ids = prompt
         if min(ids) < 0 or max(ids) >= vocabulary:
@@ -283,8 +326,12 @@ def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     else:
         if isinstance(prompt, ChatPrompt):
             _check_characters(sum(map(len, texts_of([prompt.messages, prompt.tools]))) + len(prompt.answer))
-            messages = [{**one} for one in prompt.messages]
+            messages = list[dict[str, Any]]()
+            for one in prompt.messages:
+                known = generated(one)
+                messages.append({**one} if known is None else {**one, GENERATED: known})
             text = prompt_text(tokenizer, messages, answer=prompt.answer, tools=prompt.tools)
+            places = [(start, one["role"]) for (start, _), one in zip(text.messages, messages, strict=False)]
         else:
             _check_characters(len(prompt))
             text = PromptText(prompt)
@@ -292,7 +339,7 @@ def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     if len(ids) > MAX_PROMPT_TOKENS:
         sentence = f"The prompt has {len(ids):,} tokens, and at most {MAX_PROMPT_TOKENS:,} are allowed; shorten it."
         raise APIError(400, sentence, "context_length_exceeded")
-    return ids
+    return EncodedPrompt(ids, places)
 
 
 def _check_characters(count: int) -> None:
