@@ -43,18 +43,40 @@ class Browser:
             os.close(one)
         self._count, self._rest = 0, b""
         self.errors: list[str] = []
-        self._session: str | None = None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session: str | None = None
+        """The tab that the calls are for."""
+        self.session = self._tab()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.size(width, height)
+
+    def _tab(self) -> str:
+        self.session = None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        made: str = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        return made
+
+    def another(self, address: str) -> str:
+        """Open a page in another tab, and return its session. The tab before stays in sight."""
+        before, self.session = self.session, self._tab()
+        assert before is not None
+        made = self.session
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.open(address)
+        self.switch(before)
+        return made
+
+    def switch(self, session: str) -> None:
+        """Bring another tab in sight, which calls are for from now on."""
+        self.session = session
+        self.call("Page.bringToFront")
 
     def call(self, method: str, **given: Any) -> Any:
         """Call a method of the protocol and return its result."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": given}
-        message |= {"sessionId": self._session} if self._session else {}
+        message |= {"sessionId": self.session} if self.session else {}
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next()
@@ -84,7 +106,7 @@ class Browser:
         elif event.get("method") == "Page.javascriptDialogOpening":
             self._count += 1
             answer = {"id": self._count, "method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
-            os.write(self._out, json.dumps(answer | {"sessionId": self._session}).encode() + b"\0")
+            os.write(self._out, json.dumps(answer | {"sessionId": self.session}).encode() + b"\0")
             self._count -= 1  # nobody waits for its answer
 
     def open(self, address: str) -> None:
@@ -140,7 +162,7 @@ class Browser:
 
     def close(self) -> None:
         """End the browser."""
-        self._session = None
+        self.session = None
         with suppress(AssertionError, OSError):
             self.call("Browser.close")
         try:

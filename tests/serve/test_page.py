@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from running import KEYS, held, serving, within
 
 from kvkeep.engine import answer as scheduling
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import answering
+from kvkeep.serve.http import answering, completions
 from kvkeep.serve.http.completions import ChatRequest
+from kvkeep.serve.http.kept_answers import KeptAnswer
+from kvkeep.serve.http.protocol import server_sent
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
 IDLE = "!document.querySelector('#send').hidden"
@@ -82,7 +86,7 @@ def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: py
         monkeypatch.setattr(answering, "DEFAULT_MAX_TOKENS", 300)
         _stops(tab, engine)
         _comes_back(tab, address)
-        _reloads(tab, engine)
+        _reloads(tab, engine, monkeypatch)
         _on_a_phone(tab)
         _is_safe(tab, address)
         assert not tab.errors, tab.errors
@@ -124,6 +128,184 @@ def test_reading_shows_progress_and_escape_stops(tab: Browser, monkeypatch: pyte
         tab.until("[...document.querySelectorAll('.after')].at(-1).textContent.includes('stopped')")
 
 
+def test_two_tabs_share_a_conversation(tab: Browser) -> None:
+    with serving(keys=[]) as (address, engine):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        first = tab.session
+        assert first is not None
+        second = tab.another(address)
+        tab.run("document.querySelector('#max_tokens').value = 40")
+        send(tab, "the river")
+        tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
+        with held(engine):
+            tab.switch(second)
+            tab.until("document.querySelector('#talks .busy')")
+            tab.click("#talks .open")
+            tab.until("document.querySelector('#send').hidden && !document.querySelector('#stop').hidden")
+        ended = f"{IDLE} && [...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')"
+        tab.until(ended)
+        there = texts(tab, "assistant")
+        send(tab, "and the stone")
+        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ended}")
+        both = texts(tab, "assistant")
+        tab.switch(first)
+        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ended}")
+        assert texts(tab, "assistant") == both and both[:1] == there and all(both)
+        assert texts(tab, "user") == ["the river", "and the stone"]
+        with held(engine):
+            send(tab, "and then")
+            tab.switch(second)
+            tab.until("!document.querySelector('#stop').hidden")
+            tab.click("#stop")
+        for session in (first, second):  # each of them shows that it was stopped
+            tab.switch(session)
+            tab.until(f"{IDLE} && document.querySelectorAll('.message.user').length === 3")
+        assert within(5, lambda: not engine.running) and not tab.errors
+
+
+def test_what_a_server_has_lost_can_be_continued(tab: Browser) -> None:
+    with serving(keys=[]) as (address, engine):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        tab.run("document.querySelector('#max_tokens').value = 400")
+        send(tab, "the river")
+        tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
+        with held(engine):
+            before = texts(tab, "assistant")[0]
+            name = tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0].messages[1].running")
+            assert re.fullmatch("[0-9a-f]{24}", name)
+            tab.open(address + "/health")
+            talks = tab.run("localStorage.getItem('kvkeep.talks')").replace(name, "0" * 24)
+            tab.run(f"localStorage.setItem('kvkeep.talks', {json.dumps(talks)})")
+        tab.open(address)
+        tab.until("document.querySelector('#notice')?.textContent.includes('broke off')")
+        assert texts(tab, "assistant")[0].startswith(before[:-1])
+        tab.click(".more")
+        more = f"document.querySelector('.message.assistant .body').textContent.length > {len(before) + 20}"
+        tab.until(f"!document.querySelector('#stop').hidden && {more}")
+        tab.click("#stop")
+        tab.until(f"{IDLE} && document.querySelector('.after .more')")
+        assert texts(tab, "assistant")[0].startswith(before[:-1]) and not tab.errors
+
+
+def test_a_broken_connection_is_made_again(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow, begun = KeptAnswer.follow, list[KeptAnswer]()
+
+    async def breaking(self: KeptAnswer) -> AsyncIterator[str]:
+        begun.append(self)
+        async for text in follow(self):
+            yield text
+            if len(begun) == 1 and '"content":" ' in text:
+                raise ConnectionResetError
+
+    monkeypatch.setattr(KeptAnswer, "follow", breaking)
+    with serving(keys=[]) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        tab.run("document.querySelector('#max_tokens').value = 20")
+        send(tab, "the river")
+        tab.until(f"{IDLE} && document.querySelector('.reuse')")
+        assert len(begun) == 2 and begun[0] is begun[1]
+        assert tab.run("document.querySelector('#notice').hidden") and not tab.errors
+
+
+SAID: list[dict[str, Any] | str] = [
+    ": reading 1,000 of 4,000 tokens\n\n",
+    {"reasoning_content": "First I **think**."},
+    {"content": "So:\n\n```python\nif x:  # yes\n    f(1)\n```\n\n```\nif x\n```\n"},
+    {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "read_file", "arguments": '{"path": '}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '"notes.txt"}'}}]},
+]
+
+
+def test_reasoning_calls_and_code_are_shown_and_what_was_reused(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, reuse = threading.Event(), {"kvkeep": {"reuse": "message 14 differs"}}
+
+    async def stream(self: completions.Choices, events: Any) -> Any:
+        for one in SAID:
+            yield one if isinstance(one, str) else self._chunk({"delta": one})
+            while not gate.is_set():
+                await asyncio.sleep(0.01)
+        async for _ in events:
+            pass
+        usage = {"prompt_tokens": 28310, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 27904}}
+        last: dict[str, Any] = {"choices": [], "usage": usage}
+        yield server_sent(last | reuse)
+        yield "data: [DONE]\n\n"
+
+    monkeypatch.setattr(completions.Choices, "stream", stream)
+    with serving(keys=[]) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        send(tab, "the river")
+        tab.until("document.querySelector('.reading')?.textContent.startsWith('Reading 1,000 of 4,000 tokens')")
+        gate.set()
+        tab.until(f"{IDLE} && document.querySelector('.reuse')?.textContent === 'message 14 differs'")
+        folded = "[...document.querySelectorAll('.message.assistant details')]"
+        assert tab.run(f"{folded}.map((e) => [e.open, e.querySelector('summary').textContent])") == [
+            [False, "Reasoning"], [False, "Call of read_file"],
+        ]  # fmt: skip
+        assert tab.run(f"{folded}.map((e) => e.lastElementChild.textContent)") == [
+            "First I think.", '{\n  "path": "notes.txt"\n}',
+        ]  # fmt: skip
+        tab.run("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+        kinds = tab.run("[...document.querySelectorAll('.code span[class]')].map((e) => [e.className, e.textContent])")
+        assert kinds == [["keyword", "if"], ["comment", "# yes"], ["call", "f"], ["number", "1"]]
+        tab.click(".code .copy")
+        assert tab.until("window.copied") == "if x:  # yes\n    f(1)"
+        _act(tab, "Copy")
+        assert tab.until("window.copied.startsWith('So:') && window.copied").endswith("```")
+        reuse.clear()  # then the server says nothing of what it reused
+        _act(tab, "Regenerate")
+        tab.until(
+            f"{IDLE} && document.querySelector('.reuse')?.textContent === 'reused 27,904 of 28,310 tokens, read 406'"
+        )
+        assert not tab.errors
+
+
+def test_settings_of_an_answer_and_what_goes_wrong_are_in_the_words_of_the_page(
+    tab: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = _recorded(monkeypatch)
+    with serving(keys=[]) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        assert tab.run("document.querySelector('#method optgroup').label") == "Often chosen"
+        options = tab.run("[...document.querySelector('#method').options].map((e) => [e.value, e.textContent])")
+        assert all(text.startswith(name) and ": " in text and len(text) < 110 for name, text in options), options
+        shown = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        assert [tab.run(f"document.querySelector('#{one}').placeholder") for one in shown] == [
+            "0.8", "40", "0.95", "0.05", "1", "0", "0",
+        ]  # fmt: skip
+        send(tab, "the " * 700)
+        tab.until("document.querySelector('#notice').textContent.includes('longer than the model can read at once')")
+        assert "kvkeep." not in tab.run("document.querySelector('#notice').textContent")
+        tab.run("document.querySelector('#budget').value = '77'")
+        tab.click("#new")
+        assert tab.run("document.querySelector('#prompt').value") == ""
+        assert tab.run("document.querySelector('#budget').value") == ""
+        for name, value in (("temperature", "5"), ("top_k", "7"), ("seed", "11")):
+            tab.run(f"document.querySelector('#{name}').value = '{value}'")
+        send(tab, "the river")
+        tab.until("document.querySelector('#notice').textContent === 'Temperature has to be at most 2.0.'")
+        tab.run("document.querySelector('#temperature').value = '1.5'")
+        tab.run("document.querySelector('#max_tokens').value = '3'")
+        tab.press("Enter", 13)
+        tab.until(f"{IDLE} && document.querySelector('.holds')")
+        body = sent[-1]
+        assert (body.temperature, body.top_k, body.seed, body.max_tokens, body.min_p) == (1.5, 7, 11, 3, None)
+        assert not tab.errors
+
+
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[ChatRequest]:
     """The requests that the page sends from now on."""
     found, real = list[ChatRequest](), answering.Answering.respond
@@ -149,7 +331,7 @@ def _keeps_the_budget(tab: Browser) -> None:
 
 def _sends_settings_and_files(tab: Browser, asked: list[ChatRequest]) -> None:
     tab.run("document.querySelector('#system').value = 'Be brief.'")
-    tab.run("document.querySelector('#length').value = 3")
+    tab.run("document.querySelector('#max_tokens').value = 3")
     for name, text in (("notes.txt", "the stone"), ("picture.png", "\\0")):
         tab.run(
             f"(() => {{ const all = new DataTransfer(), field = document.querySelector('#chosen'); all.items.add(new "
@@ -226,9 +408,9 @@ def _keeps_lines_and_hides_special_tokens(tab: Browser) -> None:
 
 def _changes_length(tab: Browser, asked: list[ChatRequest]) -> None:
     tab.click("#settings-open")
-    assert tab.run("document.querySelector('#method').disabled && !document.querySelector('#length').disabled")
-    tab.run("document.querySelector('#length').value = 5")
-    tab.run("document.querySelector('#length').dispatchEvent(new Event('change'))")
+    assert tab.run("document.querySelector('#method').disabled && !document.querySelector('#max_tokens').disabled")
+    tab.run("document.querySelector('#max_tokens').value = 5")
+    tab.run("document.querySelector('#max_tokens').dispatchEvent(new Event('change'))")
     send(tab, "and then")
     tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2")
     assert asked[-1].max_tokens == 5 and asked[-1].kvkeep.budget == "24"
@@ -331,8 +513,10 @@ def _comes_back(tab: Browser, address: str) -> None:
     assert tab.run("document.querySelector('#kind').textContent") == "h2o, budget 16"
 
 
-def _reloads(tab: Browser, engine: Engine) -> None:
-    """In mid-answer: what is written of it stays, with what is not sent yet, and it can be written again."""
+def _reloads(tab: Browser, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mid-answer: it goes on, with what is not sent yet, and it can be continued."""
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda wait=False: (time.sleep(0.01), step(wait))[1])
     tab.click("#new")
     send(tab, "a river of stone")
     tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
@@ -342,14 +526,15 @@ def _reloads(tab: Browser, engine: Engine) -> None:
         tab.type("and what then")
         tab.run("history.replaceState(null, '', location.pathname)")  # as by the address without a conversation
         tab.call("Page.reload")
-    tab.until("document.querySelector('#notice')?.textContent.includes('broke off')")
-    (after,) = texts(tab, "assistant")
-    assert after.startswith(before[:20]) and tab.run("document.querySelector('#prompt').value") == "and what then"
-    assert within(5, lambda: not engine.running)
-    tab.click("#notice button")
+        shown = "document.querySelector('.message.assistant .body')?.textContent.length"
+        tab.until(f"document.querySelector('#send')?.hidden && {shown} >= {len(before)}")
+        assert tab.run("document.querySelector('#prompt').value") == "and what then"
     tab.until(f"{IDLE} && document.querySelector('.message.assistant .after').textContent.includes('tokens')")
-    (before,) = texts(tab, "assistant")
+    assert within(5, lambda: not engine.running)
+    (after,) = texts(tab, "assistant")
+    assert after.startswith(before[:-1]) and len(after) > len(before)
     assert tab.run("document.querySelector('#notice').hidden")
+    before = after
     if tab.run("document.querySelector('.more') !== null"):  # it was cut off, and did not end by itself
         tab.click(".more")
         tab.until(f"{IDLE} && document.querySelector('.message.assistant .body').textContent.length > {len(before)}")

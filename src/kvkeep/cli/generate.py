@@ -84,6 +84,7 @@ def generate(
                 max_new_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
                 seed=sampling.seed,
+                settings=sampling.settings(loaded.model),
                 on_text=None if json else write_answer,
                 on_progress=advance,
                 interrupted=interrupted,

@@ -143,6 +143,12 @@ class ModelOptions:
         return load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=note)
 
 
+def _sampling(low: float, high: float | None, metavar: str, text: str, default: float) -> Any:
+    """Return an option of sampling, which only a temperature above 0 samples by."""
+    shown = f"the model's own, or {default:g}"
+    return Option(min=low, max=high, metavar=metavar, help=text, show_default=shown, rich_help_panel=ADVANCED)
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """The sampling of tokens and their number."""
@@ -152,6 +158,25 @@ class SamplingOptions:
     seed: Annotated[
         int | None, Option(metavar="N", help="Random seed, for repeatable sampling.", rich_help_panel=ADVANCED)
     ] = None
+    top_k: Annotated[int | None, _sampling(0, None, "N", "Sample from the N likeliest tokens; 0: from all.", 40)] = None
+    top_p: Annotated[
+        float | None,
+        _sampling(0.0, 1.0, "P", "Sample from the likeliest tokens with a probability of P together.", 0.95),
+    ] = None
+    min_p: Annotated[
+        float | None, _sampling(0.0, 1.0, "P", "Leave out tokens with less than P times the highest probability.", 0.05)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _sampling(0.001, 100.0, "X", "Divide the logits of tokens that are in the text by X.", 1)
+    ] = None
+
+    def settings(self, model: Any) -> dict[str, float]:
+        """Return the settings of sampling besides the temperature: those given, then the model's own, then
+        llama-server's."""
+        from kvkeep.engine.sampling import default_sampling, fields
+
+        names, default = ("top_k", "top_p", "min_p", "repetition_penalty"), fields(default_sampling(model))
+        return {name: default[name] if (one := getattr(self, name)) is None else one for name in names}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

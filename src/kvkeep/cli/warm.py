@@ -66,8 +66,8 @@ def warm(
         from kvkeep.blocks.store import LOCAL_OWNER, store_folder
         from kvkeep.cli.serve.defaults import with_defaults
         from kvkeep.serve.http.protocol import encoded
-    from kvkeep.serve.http.reuse import AnswerRecords
         from kvkeep.serve.http.recorded import recorded_prompt
+        from kvkeep.serve.http.reuse import AnswerRecords
         from kvkeep.serve.service import Service
         from kvkeep.serve.warm import read_ahead, store_of, stored_text
 

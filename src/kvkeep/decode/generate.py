@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -147,6 +148,7 @@ def generate(
     ignore_eos: bool = False,
     temperature: float = 0.0,
     seed: int | None = None,
+    settings: Mapping[str, float] = MappingProxyType({}),
 ) -> Generation:
     """Continue ``prompt`` (all token ids, including those in ``cache``) by up to ``max_new_tokens``.
 
@@ -163,6 +165,7 @@ def generate(
         ignore_eos: continue after the end-of-sequence token.
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
+        settings: other settings of sampling (top_k, top_p, min_p, repetition_penalty) in place of the model's own.
 
     Raises:
         UsageError: the prompt is empty or exceeds the model's positions, a number is out of range, or the model's
@@ -176,6 +179,7 @@ def generate(
     _check_mode(model, bool(temperature))
     limit = min(max_new_tokens, room_after(len(prompt), positions_of(model, cache)))
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    options |= {name: one for name, one in settings.items() if temperature or name == "repetition_penalty"}
     if ignore_eos:
         options["eos_token_id"] = None
     if seed is not None:

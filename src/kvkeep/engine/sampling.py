@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,28 @@ class Sampling:
             if self.min_p:
                 found.append(MinPLogitsWarper(self.min_p))
         return LogitsProcessorList(found)
+
+
+FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p")} | {
+    name: f"{name}_penalty" for name in ("repetition", "presence", "frequency")
+}
+"""Settings of :class:`Sampling`, and their names in requests and in transformers' GenerationConfig."""
+
+
+def fields(sampling: Sampling) -> dict[str, float]:
+    """Return settings of sampling by the names of :data:`FIELDS`."""
+    return {field: getattr(sampling, name) for name, field in FIELDS.items()}
+
+
+LLAMA_SERVER = Sampling(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+"""The default sampling of llama-server."""
+
+
+def default_sampling(model: Any) -> Sampling:
+    """Return the sampling of answers whose requests give none: the settings that the model's generation_config states,
+    and llama-server's for the others. Raises UsageError for a stated setting that is out of range."""
+    stated = {name: getattr(model.generation_config, field, None) for name, field in FIELDS.items()}
+    return replace(LLAMA_SERVER, **{name: one for name, one in stated.items() if one is not None})
 
 
 @dataclass(frozen=True)

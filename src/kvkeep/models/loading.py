@@ -238,8 +238,9 @@ def _of_file(name: str, gguf: GgufModel, made: Format) -> Any:
     model = filled(name, MODEL_FOR_CAUSAL_LM_MAPPING[type(gguf.config)], gguf.config, gguf.tensors, made)
     tokenizer = gguf.tokenizer
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=[*gguf.vocabulary.ends], pad_token_id=tokenizer.pad_token_id
-    )
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=[*gguf.vocabulary.ends], pad_token_id=tokenizer.pad_token_id,
+        **gguf.sampling,
+    )  # fmt: skip
     model.name_or_path = model.config.name_or_path = str(gguf.file)
     return model
 

@@ -75,6 +75,7 @@ def _answer(chat: Chat, prompt: Sequence[int], generate: Callable[..., Generatio
                     max_new_tokens=chat.max_tokens,
                     temperature=chat.temperature,
                     seed=chat.seed,
+                    settings=chat.settings,
                 )
         except KeyboardInterrupt:
             screen.note("Stopped while reading; nothing was changed.")

@@ -95,7 +95,8 @@ def chat(
         if screen.interactive:
             note(f"{loaded.name}, {describe(talk.cache)}. /help lists the commands, Ctrl-D leaves.")
         full = context_limit.chosen(None if at_end is None else at_end.value, talk)
-        made = Chat(talk, screen, saver, sampling.max_tokens, sampling.temperature, sampling.seed, full)
+        chosen = sampling.max_tokens, sampling.temperature, sampling.seed, sampling.settings(loaded.model)
+        made = Chat(talk, screen, saver, *chosen, full)
         with without_warnings():
             commands.converse(made)
         if saver.error is not None:

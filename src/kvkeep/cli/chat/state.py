@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -99,6 +100,8 @@ class Chat:
     max_tokens: int = 256
     temperature: float = 0.0
     seed: int | None = None
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Settings of sampling besides the temperature."""
     at_end: str = "ask"
     """Action when the context is full: ask, or the name of a continuation."""
     attachments: list[Attachment] = field(default_factory=list)

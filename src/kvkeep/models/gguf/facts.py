@@ -209,7 +209,7 @@ HARMLESS: Mapping[str, str] = {
         "who made the model",
     r"general\.(repo_url|tags|languages|datasets|license(\.\w+)*|source\.\w+)": "who made the model, and its licence",
     r"general\.(base_model|dataset)\.(count|\d+\.\w+)": "what the model was made of",
-    r"general\.sampling\.\w+": "recommended sampling; an answer is sampled as its request says",
+    r"general\.sampling\.\w+": "recommended sampling; temp, top_k, top_p, min_p and penalty_repeat are taken",
     r"split\.(no|count|tensors\.count)": "the parts of a file; they are checked when they are joined",
     r"(quantize\.)?imatrix\.\w+": "how the file was quantised",
     r"ARCH\.rope\.scaling\.finetuned": "how the model was trained; Granite reads it",

@@ -19,6 +19,12 @@ from kvkeep.models.gguf.vocabulary import Vocabulary, vocabulary_of
 from kvkeep.models.matrices import built, matrices
 from kvkeep.models.silence import without_warnings
 
+SAMPLING: Mapping[str, tuple[str, type[Any]]] = {
+    "temperature": ("temp", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
+    "repetition_penalty": ("penalty_repeat", float),
+}  # fmt: skip
+"""Fields of GenerationConfig, and the name and type of the file's recommendation."""
+
 
 @dataclass(frozen=True)
 class GgufModel:
@@ -45,6 +51,15 @@ class GgufModel:
         if (count := len(tokenizer)) != self.config.vocab_size:
             raise keys.damaged(f"its vocabulary has {count} tokens, and its embedding {self.config.vocab_size} rows")
         return tokenizer
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling that the file recommends, as fields of transformers' GenerationConfig; empty if it recommends
+        none."""
+        keys = self.facts.keys
+        stated = {name: keys.get(f"general.sampling.{key}", kind) for name, (key, kind) in SAMPLING.items()}
+        found = {name: one for name, one in stated.items() if one is not None}
+        return found | {"do_sample": True} if found else {}
 
     @cached_property
     def tensors(self) -> Mapping[str, GgufTensor]:

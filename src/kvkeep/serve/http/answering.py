@@ -19,6 +19,7 @@ from kvkeep.decode.answer_form import Answers
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.pieces import TextPiece, token_texts
+from kvkeep.engine.sampling import default_sampling
 from kvkeep.engine.token_spelling import special_ids
 from kvkeep.errors import EngineStopping
 from kvkeep.models.loading import Loaded
@@ -26,8 +27,9 @@ from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import resolve
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
+from kvkeep.serve.http.body import Hold, in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
+from kvkeep.serve.http.kept_answers import KeptAnswer, KeptAnswers
 from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.http.protocol import (
     AnswerRequest,
@@ -94,6 +96,9 @@ class Answering:
 
     def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
+        self.sampling = default_sampling(loaded.model)
+        """The sampling of an answer whose request gives none."""
+        self.kept = KeptAnswers()
         store = engine.sessions.storage.store
         self.records = Records() if store is None else store.records
         """What was answered."""
@@ -103,20 +108,32 @@ class Answering:
 
     async def respond(self, request: Request, body: AnswerRequest) -> Any:
         """Return the response to a request, complete or as a stream. If the client disconnects, the answer is
-        cancelled."""
+        cancelled, unless the request names it: then the server completes and keeps it."""
         self.check_model(body.model)
+        if body.kvkeep.answer is None:
+            return await self._respond(request, body)
+        key = (request.state.owner, str(body.kvkeep.session), body.kvkeep.answer)
+        kept = self.kept.begin(key)
+        try:
+            return await self._respond(request, body, kept)
+        except BaseException:
+            self.kept.remove(key, kept)
+            raise
+
+    async def _respond(self, request: Request, body: AnswerRequest, kept: KeptAnswer | None = None) -> Any:
         owner, hold = request.state.owner, request.state.hold
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
         encoding = self.encode(body.given, hold.bytes, owner)
-        encoded_prompt = await unless_disconnected(request, encoding)
+        encoded_prompt = await (encoding if kept else unless_disconnected(request, encoding))
         prompt = encoded_prompt.ids
         answers = await in_worker(hold.bytes, body.answers, self._tokenizer, prompt)
         form = body.form()
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form, answers)
         hold.tokens(len(prompt))
-        ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar, answers)
+        limit = self._max_tokens(body.token_limit, prompt, cache)
+        ask = body.ask(prompt, limit, self.sampling, grammar, answers)
         reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages)
         context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, answers, reuse.report)
         reply, answered = body.reply(context), body.answered(context)
@@ -131,6 +148,10 @@ class Answering:
             if answered is not None and isinstance(event, Finished):
                 self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
 
+        if kept is not None:
+            stream_of_all = reply.stream(_with_last(answer.events(await answer.first()), remember))
+            kept.fill(stream_of_all, answer.stop, partial(self._end_kept, hold.moved()))
+            return StreamingResponse(kept.follow(), media_type="text/event-stream", headers=STREAM_HEADERS)
         if stream:
             first = await unless_disconnected(request, answer.first())
             text = _closing(reply.stream(_with_last(answer.events(first), remember)), answer)
@@ -141,6 +162,11 @@ class Answering:
             return await json_response(reply.complete, events)
         finally:
             answer.disconnect()
+
+    def _end_kept(self, hold: Hold) -> None:
+        """Release what an answer needed that is kept and has ended."""
+        hold.release()
+        self.kept.trim()
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError unless a request names this model."""
@@ -307,7 +333,7 @@ class AnswerEvents:
     ) -> None:
         loop, self._events = asyncio.get_running_loop(), EventBuffer()
         self._limits, self._owner, self._streams = limits, owner, streams
-        self._timed_out = self._disconnected = False
+        self._timed_out = self._disconnected = self._stopped = False
 
         def listener(event: Event) -> None:
             found = self._reported(event)
@@ -327,17 +353,22 @@ class AnswerEvents:
         self._timed_out = True
         self.job.cancel()
 
+    def stop(self) -> None:
+        """End the answer, which has what is written."""
+        self._stopped = True
+        self.job.cancel()
+
     def disconnect(self) -> None:
         """Cancel the request: its client has disconnected, or has everything."""
         self._disconnected = True
         self.job.cancel()
 
     def _reported(self, event: Event) -> StreamEvent:
-        """Return an event as the client receives it. If the time limit or the server's end cut an answer off, it ends
-        with "length"; without any token it is an error."""
+        """Return an event as the client receives it. If the client, the time limit or the server's end cut an answer
+        off, it ends with "length"; without any token it is an error, unless the client stopped it."""
         if not isinstance(event, Finished) or event.reason != "cancelled" or self._disconnected:
             return event
-        if event.written:
+        if event.written or self._stopped:
             return replace(event, reason="length")
         if self._timed_out:
             return APIError(503, f"No token was generated within {self._limits.seconds:g} s; retry later.", "timeout")

@@ -16,17 +16,18 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.blocks.store import LOCAL_OWNER
+from kvkeep.engine.sampling import fields
 from kvkeep.errors import UsageError, place_of
 from kvkeep.models.loading import Loaded
 from kvkeep.native.room import has_room
 from kvkeep.serve.engine import ROOM_BYTES, Engine
-from kvkeep.serve.http.answering import Answering, Limits
+from kvkeep.serve.http.answering import DEFAULT_MAX_TOKENS, STREAM_HEADERS, Answering, Limits
 from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     Hold,
@@ -105,7 +106,7 @@ def application(
     _add_page(app)
     _add_answers(app, answering)
     _add_models(app, answering)
-    app.include_router(session_routes(engine, answering.token_texts))
+    app.include_router(session_routes(engine, answering.token_texts, answering.kept.forget))
     _add_operations(app, engine, scrape or metrics.scraped)
     return app
 
@@ -284,6 +285,18 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
         """Continue a text."""
         return await answering.respond(request, await read_body(request, TextRequest))
 
+    @app.get("/v1/sessions/{name}/answers/{answer}")
+    async def follow(request: Request, name: str, answer: str) -> Any:
+        """Send the stream of a named answer from its beginning."""
+        found = answering.kept.get((request.state.owner, name, answer))
+        return StreamingResponse(found.follow(), media_type="text/event-stream", headers=STREAM_HEADERS)
+
+    @app.post("/v1/sessions/{name}/answers/{answer}/cancel")
+    async def stop(request: Request, name: str, answer: str) -> Any:
+        """Stop a named answer; its stream ends with what is written."""
+        answering.kept.get((request.state.owner, name, answer)).stop()
+        return {"name": answer, "object": "answer", "cancelled": True}
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
         """Return the token ids of a text, or of a conversation up to its answer."""
@@ -299,7 +312,10 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
 
 
 def _add_models(app: FastAPI, answering: Answering) -> None:
-    model = {"id": answering.model, "object": "model", "created": int(time.time()), "owned_by": "kvkeep"}
+    model = {
+        "id": answering.model, "object": "model", "created": int(time.time()), "owned_by": "kvkeep",
+        "kvkeep": {"sampling": fields(answering.sampling), "max_tokens": DEFAULT_MAX_TOKENS},
+    }  # fmt: skip
 
     @app.get("/v1/models")
     async def models() -> Any:

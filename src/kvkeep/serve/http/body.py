@@ -91,6 +91,12 @@ class Hold:
         """Hold a prompt of ``count`` tokens, and no body. Raises APIError as :meth:`resize` does."""
         self.resize(count * BYTES_PER_TOKEN)
 
+    def moved(self) -> Hold:
+        """Return another hold of these bytes, which this one no longer counts."""
+        other = Hold(self._memory)
+        other.bytes, self.bytes = self.bytes, 0
+        return other
+
     def release(self) -> None:
         """Hold nothing."""
         self.resize(0)

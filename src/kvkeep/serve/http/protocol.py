@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import (
@@ -30,7 +30,7 @@ from kvkeep.engine.answer import Ask
 from kvkeep.engine.forms import of_lark, of_regex
 from kvkeep.engine.grammar import Grammar
 from kvkeep.engine.pieces import TextPiece
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling import FIELDS, Sampling
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.session import Finished
 
@@ -138,6 +138,9 @@ class Extension(Strict):
 
     session: Option | None = None
     """Name of the conversation. The server keeps its cache for the next request."""
+    answer: Option | None = None
+    """Name of the answer, within its session. The server completes it also if the client disconnects, and keeps its
+    stream."""
     method: Option | None = None
     """Cache method of a new conversation; an existing one keeps its method."""
     budget: Option | int | None = None
@@ -149,6 +152,13 @@ class Extension(Strict):
     """A regular expression that describes the answer as a whole."""
     grammar: Form | None = None
     """A grammar of the answer in the notation of Lark, as llguidance takes it."""
+
+    @field_validator("answer")
+    @classmethod
+    def _of_a_session(cls, given: str, known: ValidationInfo) -> str:
+        if known.data.get("session") is None:
+            raise wrong("it names an answer of a 'session'; name one, or leave it out")
+        return given
 
     @field_validator("grammar")
     @classmethod
@@ -240,16 +250,24 @@ class AnswerRequest(Strict):
     """The fields of every request for an answer."""
 
     model: Name
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """As of all settings of sampling, None is the default of :func:`~kvkeep.engine.sampling.default_sampling`."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] | None = None
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
     kvkeep: Extension = Extension()
+
+    @field_validator("kvkeep")
+    @classmethod
+    def _kept_stream(cls, given: Extension, known: ValidationInfo) -> Extension:
+        if given.answer is not None and known.data.get("stream") is not True:
+            raise wrong("'answer' needs 'stream': true; add that, or leave it out")
+        return given
 
     @abstractmethod
     def given(self) -> Prompt:
@@ -288,12 +306,13 @@ class AnswerRequest(Strict):
         """Return which calls the answer may have."""
         return Calls()
 
-    def ask(self, prompt: list[int], max_tokens: int, grammar: Grammar | None, answers: Answers) -> Ask:
-        """Return the request to the engine. grammar: the compiled :meth:`form`. answers: their format."""
-        sampling = Sampling(
-            self.temperature, self.top_p, self.top_k, self.min_p,
-            self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed, grammar,
-        )  # fmt: skip
+    def ask(
+        self, prompt: list[int], max_tokens: int, defaults: Sampling, grammar: Grammar | None, answers: Answers
+    ) -> Ask:
+        """Return the request to the engine. defaults: of the settings of sampling that the request leaves out. grammar:
+        the compiled :meth:`form`. answers: their format."""
+        given = {name: one for name, field in FIELDS.items() if (one := getattr(self, field)) is not None}
+        sampling = replace(defaults, **given, seed=self.seed, grammar=grammar)
         return Ask(prompt, max_tokens, sampling, self.stops, self.logprob_count, answers.named(self.calls()))
 
     def cache(self) -> dict[str, Any]:

@@ -32,10 +32,15 @@ MAX_TEXTS = 20_000
 NEVER_SAVED, UNREADABLE = "Its first turn was never saved.", "The session cannot be read."
 
 
-def session_routes(engine: Engine, token_texts: Callable[[Sequence[int]], tuple[list[str], list[int]]]) -> APIRouter:
-    """Return the routes. token_texts: returns the text of each id, and the places of special tokens."""
+def session_routes(
+    engine: Engine,
+    token_texts: Callable[[Sequence[int]], tuple[list[str], list[int]]],
+    forget: Callable[[str, str], None],
+) -> APIRouter:
+    """Return the routes. token_texts: returns the text of each id, and the places of special tokens. forget: stops and
+    removes the named answers of an owner's session."""
     routes = APIRouter(prefix="/v1")
-    _add_sessions(routes, engine)
+    _add_sessions(routes, engine, forget)
     _add_caches(routes, engine, token_texts)
 
     @routes.get("/methods")
@@ -60,7 +65,7 @@ async def _in_engine(engine: Engine, call: Callable[[], T]) -> T:
         raise APIError(503, "The engine is busy; retry later.", "busy") from None
 
 
-def _add_sessions(routes: APIRouter, engine: Engine) -> None:
+def _add_sessions(routes: APIRouter, engine: Engine, forget: Callable[[str, str], None]) -> None:
     pool, storage, listing = engine.sessions, engine.sessions.storage, asyncio.Lock()
 
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
@@ -85,8 +90,10 @@ def _add_sessions(routes: APIRouter, engine: Engine) -> None:
 
     @routes.delete("/sessions/{name}")
     async def remove(request: Request, name: str) -> Any:
-        """Delete a session from memory and disk. The status is 409 while it generates an answer."""
+        """Delete a session from memory and disk, and its named answers. The status is 409 while it generates an
+        answer."""
         key = (request.state.owner, name)
+        forget(*key)
         with suppress(UsageError):
             check_name(key)
             if name in await known(*key):

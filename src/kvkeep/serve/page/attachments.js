@@ -30,6 +30,7 @@ export async function attach(found) {
   for (const file of found) {
     const text = file.size <= LARGEST ? await file.text() : null;
     if (text === null) why = `${file.name} is larger than ${LARGEST / 1e6} MB.`;
+    else if (text.startsWith("%PDF-")) why = `${file.name} is a PDF, and this page reads only text; save it as text (pdftotext), and attach that.`;
     else if (text.includes("\0") || text.includes("\ufffd")) why = `${file.name} is not a text file.`;
     else if (!text.trim()) why = `${file.name} is empty.`;
     else files.push({ name: file.name, text });

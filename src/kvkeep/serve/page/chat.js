@@ -1,27 +1,28 @@
 // The chat page: conversations, their answers, and the panel of what the model remembers.
 
-import { get, remove as removed, Refused, setKey, stream } from "./api.js";
-import { attach, attached, withFiles } from "./attachments.js";
+import { cancel, follow, get, remove as removed, Refused, setKey, stream } from "./api.js";
+import { attach, attached, clear, withFiles } from "./attachments.js";
 import { by, download, make } from "./dom.js";
-import { after, content, CUT, editor, element, exported, written } from "./messages.js";
+import { after, BROKEN, content, CUT, editor, element, exported, STOPPED, written } from "./messages.js";
 import { bytes, number, show } from "./memory.js";
-import { fill, settings, showSettings } from "./settings.js";
-import { begin, keep, remove, reread, talks, title } from "./talks.js";
+import { fill, LABELS, onSampling, sampling, settings, showSettings } from "./settings.js";
+import { begin, change, random, received, remove, reread, talks, title } from "./talks.js";
 
 const HERE = "kvkeep.here", DRAFT = "kvkeep.draft";  // of this tab: the open conversation, and the text that is not sent
 const FIRST_LOOK_MS = 400, LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
+const AGAIN_MS = [300, 700, 1500];  // waits before an answer is followed once more
 
 let here = null;                // the conversation that is shown; null: a new one
 let model = "";
-const running = new Map();      // conversations that are being answered: id to { control, message, reading, draw }
+const running = new Map();      // answers that this tab receives, by conversation: { control, message, reading, left, draw }
 
 // -- coming in --------------------------------------------------------------------------------------------
 
 async function come() {
   try {
-    const found = await get("/v1/methods");
-    model = (await get("/v1/models")).data[0].id;
-    fill(found.data, found.default);
+    const [one] = (await get("/v1/models")).data;
+    fill(await get("/v1/methods"), one);
+    model = one.id;
     by("prompt").value ||= sessionStorage.getItem(DRAFT) ?? "";
     const last = location.hash.slice(1) || sessionStorage.getItem(HERE);
     open(talks.find((talk) => talk.id === last) ?? null);
@@ -29,7 +30,7 @@ async function come() {
     server();
   } catch (error) {
     if (error.status === 401) askKey();
-    else notice(error.message, come);
+    else notice(said(error), come);
   }
 }
 
@@ -46,6 +47,14 @@ by("key-form").addEventListener("submit", (event) => {
   by("key-dialog").close();
   come();
 });
+
+/** What went wrong, in the words of this page. */
+function said({ code, param, message }) {
+  if (code === "context_length_exceeded") return `This conversation is longer than the model can read at once. Shorten the message or begin a new conversation; with the method "endless" it can be of any length. (${message.split(/[;.] /, 1)[0]}.)`;
+  if (code === "session" || code === "session_differs") return "The server remembers this conversation by another model, version or method. Begin a new one.";
+  if (param in LABELS) return message.replace(`'${param}'`, LABELS[param]);
+  return message;
+}
 
 /** Say what went wrong, and offer to do it again. */
 function notice(text, again) {
@@ -64,7 +73,7 @@ function notice(text, again) {
 
 function list() {
   by("talks").replaceChildren(...talks.map((talk) => {
-    const line = make("li", `${talk === here ? "here" : ""} ${running.has(talk.id) ? "busy" : ""}`);
+    const line = make("li", `${talk === here ? "here" : ""} ${talk.messages.at(-1)?.running ? "busy" : ""}`);
     const button = make("button", "open", talk.title || "Untitled"), away = make("button", "remove", "\u2715");
     button.type = away.type = "button";
     if (talk === here) button.setAttribute("aria-current", "true");
@@ -79,9 +88,17 @@ function list() {
 function forget(talk) {
   if (!confirm(`Delete "${talk.title}"? There is no other copy: its text is stored in this browser only.`)) return;
   running.get(talk.id)?.control.abort();
-  removed(`/v1/sessions/${talk.id}`).catch(() => {});  // its cache would go by itself, later
+  forgotten(talk.id);
   remove(talk);
   if (talk === here) open(null); else list();
+}
+
+/** Delete a conversation at the server, which stops its answer first. Otherwise it would go by itself, later. */
+async function forgotten(id) {
+  for (const wait of AGAIN_MS) {
+    try { await removed(`/v1/sessions/${id}`); return; } catch (error) { if (error.status !== 409) return; }
+    await new Promise((done) => setTimeout(done, wait));
+  }
 }
 
 function open(talk) {
@@ -98,7 +115,8 @@ function open(talk) {
   messages(talk);
   const last = talk && !running.has(talk.id) && talk.messages.at(-1);
   if (last?.role === "user") notice("This message has no answer.", () => answer(talk));
-  else if (last?.ended === "broke off") notice("The answer broke off.", () => anew(talk));
+  else if (last?.ended === BROKEN) notice("The answer broke off.", () => anew(talk));
+  if (last?.running) proceed(talk, last);
   list();
   buttons();
   sideways(false);
@@ -117,10 +135,11 @@ const actions = {
   edit: (message, talk, box) => {
     if (running.has(talk.id)) return;
     editor(box, message, (text) => {
-      message.content = text;
-      talk.messages.splice(talk.messages.indexOf(message) + 1);
-      if (talk.messages.length === 1) talk.title = title(text);
-      keep();
+      change(() => {
+        message.content = text;
+        talk.messages.splice(talk.messages.indexOf(message) + 1);
+        if (talk.messages.length === 1) talk.title = title(text);
+      });
       open(talk);
       answer(talk);
     });
@@ -161,29 +180,41 @@ function draws(talk, box) {
 
 /** Answer the last message once more. */
 function anew(talk) {
-  talk.messages.pop();
+  change(() => talk.messages.pop());
   open(talk);
   answer(talk);
 }
 
-function request(talk, more) {
+function request(talk, more, answer) {
   const messages = talk.messages.map((message) => ({ role: message.role, content: withFiles(message) }));
   if (talk.system) messages.unshift({ role: "system", content: talk.system });
   return {
-    model, messages, stream: true, stream_options: { include_usage: true }, temperature: talk.temperature ?? 0.7, continue_final_message: more,
-    ...(talk.length && { max_tokens: talk.length }),
-    kvkeep: { session: talk.id, ...(talk.method && { method: talk.method }), ...(talk.budget && { budget: talk.budget }) },
+    model, messages, stream: true, stream_options: { include_usage: true }, continue_final_message: more, ...talk.sampling,
+    kvkeep: { session: talk.id, answer, ...(talk.method && { method: talk.method }), ...(talk.budget && { budget: talk.budget }) },
   };
 }
 
 /** Let the model answer; more: continue the last answer. */
-async function answer(talk, more = false) {
-  const message = more ? talk.messages.at(-1) : { role: "assistant", content: "" }, before = message.content;
-  const run = { control: new AbortController(), message, reading: null, draw: () => {} }, body = request(talk, more);
+function answer(talk, more = false) {
+  const message = more ? talk.messages.at(-1) : { id: random(), role: "assistant", content: "" };
+  const name = random(), body = request(talk, more, name);
+  change(() => {
+    if (!more) talk.messages.push(message);
+    Object.assign(message, { running: name, from: message.content.length });
+    delete message.ended;
+  });
+  receive(talk, message, (signal) => stream(body, signal));
+}
+
+/** Receive an answer that began before this tab was loaded, or in another one. */
+const proceed = (talk, message) => receive(talk, message, null);
+
+/** Receive an answer. start: requests it; null: it was requested before. While the server completes it, a broken
+    connection is only made again. */
+async function receive(talk, message, start) {
+  const run = { control: new AbortController(), message, reading: null, draw: () => {} };
   running.set(talk.id, run);
-  if (!more) talk.messages.push(message);
-  message.running = true;
-  delete message.ended;
+  received.add(message);
   notice("");
   if (talk === here) {
     messages(talk);
@@ -192,56 +223,106 @@ async function answer(talk, more = false) {
   buttons();
   list();
   looking(talk);
-  let first = 0, wrong = null;
-  try {
-    for await (const event of stream(body, run.control.signal)) {
-      const choice = event.choices[0];
-      if (choice?.delta.content) {
-        first ||= performance.now();
-        message.content += choice.delta.content;
-        run.draw();
-      }
-      if (choice?.finish_reason === "length") message.ended = CUT;
-      if (event.usage) message.usage = event.usage;
-    }
-    message.seconds = first && (performance.now() - first) / 1000;
-  } catch (error) {
-    if (run.control.signal.aborted) message.ended = "stopped";
-    else wrong = error;
+  const got = {}, { signal } = run.control;
+  let wrong = null;
+  for (const wait of [...AGAIN_MS, null]) {
+    try {
+      await take(start ? start(signal) : follow(talk.id, message.running, signal), run, got, start !== null);
+      wrong = null;
+    } catch (error) { wrong = signal.aborted ? null : error; }
+    if (wrong === null || wait === null || !(wrong.broken || (wrong.status === 404 && !start))) break;
+    start = null;
+    await new Promise((done) => setTimeout(done, wait));
   }
-  running.delete(talk.id);
-  delete message.running;
-  if (!message.content && (wrong || message.ended === "stopped")) talk.messages.splice(talk.messages.indexOf(message), 1);
-  else if (wrong) message.ended = more && message.content === before ? CUT : "broke off";
+  ended(talk, message, got, wrong);
   if (!talks.includes(talk)) return;  // it was deleted meanwhile
-  if (!keep()) notice("This browser has no space left for conversations; delete one.");
-  if (wrong?.status === 400 && talk.messages.length === 1) {  // as by a wrong budget: it has not begun
+  if (talk.messages.length === 1 && wrong?.status === 400) {  // as by a wrong budget: it has not begun
     remove(talk);
-    if (talk === here) again(talk, wrong.message);
+    if (talk === here) again(talk, said(wrong));
     list();
     return;
   }
-  if (wrong && talk === here) {
-    if (!message.content) by("messages").lastElementChild?.remove();
-    notice(wrong.message, message.ended === CUT ? null : message.content ? () => anew(talk) : () => answer(talk));
-    if (wrong.status === 401) askKey();
-  } else if (!message.content && talk === here) open(talk);
+  if (talk === here) {
+    if (!talk.messages.includes(message)) messages(talk);
+    if (wrong) notice(wrong.status === 404 ? "The answer broke off." : said(wrong), message.ended === CUT ? null : message.content ? () => anew(talk) : () => answer(talk));
+    else if (talk.messages.at(-1)?.role === "user") notice("This message has no answer.", () => answer(talk));
+    if (wrong?.status === 401) askKey();
+  }
   run.draw();
-  by("status").textContent = wrong ? "" : `The answer has ${message.ended === "stopped" ? "been stopped" : "ended"}.`;
+  by("status").textContent = wrong ? "" : `The answer has ${message.ended === STOPPED ? "been stopped" : "ended"}.`;
   buttons();
   list();
-  await look(talk === here, talk, message);
+  const held = await look(talk === here, talk, true);
+  if (held) change(() => { message.held = held; });
   run.draw();
-  keep();
   server();
+}
+
+/** Take what arrives of an answer into its message and into ``got``. */
+async function take(events, run, got, timed) {
+  const { message } = run, before = { content: message.content.slice(0, message.from), reasoning: "", calls: [] };
+  if (message.from) Object.assign(before, { reasoning: message.reasoning ?? "", calls: message.calls ?? [] });  // it is continued
+  let first = 0, began = null, fresh = true;
+  for await (const event of events) {
+    if (fresh) Object.assign(got, before);  // not before: what is known might be all there is
+    fresh = false;
+    if (event.reading) {
+      began ??= { at: performance.now(), tokens: event.reading[0] };
+      reading(run, event.reading, began);
+      run.tells = true;
+      continue;
+    }
+    const choice = event.choices?.[0], { content: text = "", reasoning_content: thought = "", tool_calls: calls = [] } = choice?.delta ?? {};
+    if (text || thought || calls?.length) {
+      first ||= performance.now();
+      got.content += text ?? "";
+      got.reasoning += thought ?? "";
+      for (const call of calls ?? []) {
+        const known = got.calls[call.index] ??= { name: "", arguments: "" };
+        known.name += call.function?.name ?? "";
+        known.arguments += call.function?.arguments ?? "";
+      }
+      Object.assign(message, { content: got.content, reasoning: got.reasoning, calls: got.calls });
+      run.draw();
+    }
+    if (choice?.finish_reason === "length") got.ended = CUT;
+    if (event.usage) got.usage = event.usage;
+    if (event.kvkeep?.reuse) got.reuse = event.kvkeep.reuse;
+  }
+  if (first && timed) got.seconds = (performance.now() - first) / 1000;
+}
+
+/** Note how far a prompt is read: [tokens, of]. began: when this was first noted, and with how many. */
+function reading(run, found, began) {
+  const [tokens, prompt] = found, seconds = (performance.now() - began.at) / 1000;
+  run.reading = found;
+  run.left = tokens > began.tokens ? (prompt - tokens) * seconds / (tokens - began.tokens) : 0;
+  run.draw();
+}
+
+/** Keep what an answer has at its end, or nothing if it has nothing. wrong: the error that ended it. */
+function ended(talk, message, got, wrong) {
+  const stopped = message.ended === STOPPED;
+  running.delete(talk.id);
+  received.delete(message);
+  const more = message.from > 0, written = (got.content ?? "").length > message.from || got.reasoning || got.calls?.length;
+  const space = change(() => {
+    Object.assign(message, got.content === undefined ? {} : got);
+    delete message.running;
+    delete message.from;
+    if (stopped) message.ended = STOPPED;
+    else if (wrong) message.ended = more && !written ? CUT : BROKEN;
+    const at = talk.messages.indexOf(message);
+    if (at >= 0 && !message.content && !written) talk.messages.splice(at, 1);
+  });
+  if (!space) notice("This browser has no space left for conversations; delete one.");
 }
 
 /** Back to where a conversation begins, with what was written and chosen. */
 function again(talk, why) {
   const [message] = talk.messages;
   open(null);
-  for (const name of ["method", "system"]) by(name).value = talk[name];
-  by("method").dispatchEvent(new Event("change"));
+  showSettings(talk, false);
   by("prompt").value = message.content;
   attach((message.files ?? []).map(({ name, text }) => new File([text], name)));
   grow();
@@ -251,22 +332,23 @@ function again(talk, why) {
 
 // -- what it remembers ------------------------------------------------------------------------------------
 
-/** Ask what a conversation's cache holds: how far its prompt is read, what to note beside an answer, and to show. */
-async function look(texts = false, talk = here, message = null) {
-  if (!talk) return;
+/** Ask what a conversation's cache holds: how far its prompt is read, and what to show. Returns what to note beside an
+    answer, if it is asked for (noted). */
+async function look(texts = false, talk = here, noted = false) {
+  if (!talk) return null;
   const panel = !by("memory").hidden && talk === here;
-  if (!panel && !message) return;
+  if (!panel && !noted) return null;
   try {
     const found = await get(`/v1/sessions/${talk.id}/cache?columns=${COLUMNS}${texts && panel ? "&texts=true" : ""}`);
     const run = running.get(talk.id);
-    if (run) run.reading = found.prompt === null ? null : found;
-    if (message && found.prompt === null) {
-      const memory = Object.entries(found.bytes).filter(([kind]) => kind !== "checkpoint_disk").reduce((sum, [, count]) => sum + count, 0);
-      message.held = { entries: found.entries, bytes: memory, where: found.where };
-    }
+    if (run && !run.tells && found.prompt !== null) reading(run, [found.tokens, found.prompt], run.began ??= { at: performance.now(), tokens: found.tokens });
     if (talk === here && !by("memory").hidden) show(found);
+    if (found.prompt !== null) return null;
+    const memory = Object.entries(found.bytes).filter(([kind]) => kind !== "checkpoint_disk").reduce((sum, [, count]) => sum + count, 0);
+    return { entries: found.entries, bytes: memory, where: found.where };
   } catch (error) {
     if (error instanceof Refused && error.status === 404 && talk === here) show(null);
+    return null;
   }
 }
 
@@ -275,7 +357,7 @@ async function looking(talk) {
     await new Promise((done) => setTimeout(done, wait));
     const run = running.get(talk.id);
     if (!run || document.visibilityState !== "visible") continue;
-    await look(false, talk, run.message);
+    run.message.held = await look(false, talk, !run.tells || run.message.content) ?? run.message.held;
     run.draw();
   }
 }
@@ -307,8 +389,8 @@ function buttons() {
   by("send").disabled = !(by("prompt").value.trim() || attached().length) || !model;
   by("export").hidden = by("settings-open").hidden = here === null;
 }
-/** Keep what is written so far of answers that break off when the page goes. */
-const keepRunning = () => { if (running.size) keep(); };
+/** Keep what is written so far: the server might not complete it. */
+const keepRunning = () => { if (running.size) change(); };
 addEventListener("pagehide", keepRunning);
 document.addEventListener("visibilitychange", keepRunning);
 function grow() {
@@ -322,14 +404,9 @@ function send() {
   if (by("send").disabled || (here && running.has(here.id))) return;
   notice("");
   const message = written();
-  if (!here) {
-    const talk = begin(settings());
-    talk.title = title(message.content || message.files[0].name);
-    open(talk);
-  }
-  here.messages.push(message);
+  if (here) change(() => here.messages.push(message));
+  else open(begin({ ...settings(), title: title(message.content || message.files[0].name) }, message));
   grow();
-  keep();
   answer(here);
 }
 
@@ -340,7 +417,11 @@ async function attachAll(files) {
 }
 
 function stop() {
-  running.get(here?.id)?.control.abort();
+  const run = running.get(here?.id);
+  if (!run) return;
+  change(() => { run.message.ended = STOPPED; });
+  cancel(here.id, run.message.running).catch(() => {});  // it may have ended
+  run.control.abort();
   by("prompt").focus();
 }
 
@@ -369,13 +450,13 @@ by("settings-open").addEventListener("click", () => {
   toggleSettings(by("settings").hidden);
   if (!by("settings").hidden) by("log").scrollTop = 0;
 });
-for (const name of ["temperature", "length"]) by(name).addEventListener("change", () => {
-  if (!here) return;
-  const { temperature, length } = settings();
-  Object.assign(here, { temperature, length });
-  keep();
+onSampling(() => { if (here) change(() => { here.sampling = sampling(); }); });
+by("new").addEventListener("click", () => {
+  by("prompt").value = "";
+  clear();
+  open(null);
+  grow();
 });
-by("new").addEventListener("click", () => open(null));
 
 function sideways(shown) {
   by("side").classList.toggle("shown", shown);
@@ -394,9 +475,17 @@ document.addEventListener("keydown", (event) => {
   else if (!by("memory").hidden) remember(false);
 });
 addEventListener("storage", (event) => {  // another tab wrote
-  if (event.key !== "kvkeep.talks" || running.size) return;
+  if (event.key !== "kvkeep.talks") return;
+  const before = JSON.stringify(here);
   reread();
-  if (here) open(talks.find((talk) => talk.id === here.id) ?? null); else list();
+  if (here && !talks.includes(here)) open(null);
+  else if (here && !running.has(here.id) && JSON.stringify(here) !== before) {
+    messages(here);
+    const last = here.messages.at(-1);
+    if (last?.running) proceed(here, last);
+    buttons();
+  }
+  list();
 });
 
 come();

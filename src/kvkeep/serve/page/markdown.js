@@ -1,5 +1,7 @@
 // Markdown as elements. Text of a model only ever becomes text nodes: nothing here reads HTML.
 
+import { block } from "./code.js";
+
 const make = (tag, ...children) => {
   const element = document.createElement(tag);
   element.append(...children);
@@ -60,8 +62,7 @@ function blocks(lines, depth) {
     else if ((match = FENCE.exec(line))) {
       const end = lines.findIndex((other, index) => index > at && other.trim().startsWith(match[1]));
       const inside = lines.slice(at + 1, end < 0 ? undefined : end);
-      found.push(make("pre", make("code", inside.join("\n"))));
-      found.at(-1).tabIndex = 0;
+      found.push(block(inside.join("\n"), match[2]));
       at = end < 0 ? lines.length : end + 1;
     } else if (RULE.test(line)) { found.push(make("hr")); at++; }
     else if ((match = HEADING.exec(line))) { found.push(make(`h${Math.min(5, match[1].length + 2)}`, ...inline(match[2]))); at++; }
