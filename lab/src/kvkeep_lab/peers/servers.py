@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -87,7 +88,7 @@ class Server(ABC):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(END_S)
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, 9)
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
@@ -100,6 +101,19 @@ class Running:
     def memory(self) -> int:
         """Return the bytes of the process and its children, with their proportional share of shared pages (PSS)."""
         return sum(_pss(pid) for pid in _family(self.pid))
+
+    def anonymous(self) -> int:
+        """Return the bytes of the process and its children in memory without a file."""
+        return sum(_status(pid, "RssAnon") for pid in _family(self.pid))
+
+    def peak(self) -> int:
+        """Return the largest number of bytes (RSS) that the process and its children have had in memory, files that
+        they map included."""
+        return sum(_status(pid, "VmHWM") for pid in _family(self.pid))
+
+    def kill(self) -> None:
+        """End the process and its children with SIGKILL, so that they store nothing more."""
+        os.killpg(self.pid, signal.SIGKILL)
 
 
 class Ours(Server):
@@ -128,6 +142,52 @@ class Ours(Server):
         )
         where = ["--port", f"{port}", "--model", self.loaded.name, "--memory", self.memory]
         yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
+
+
+class KvkeepDefaults(Server):
+    """``kvkeep serve`` with its defaults. folder: that of its store."""
+
+    name = "kvkeep"
+    usage = True
+
+    def __init__(self, loaded: Loaded, tokens: int, sessions: int, folder: Path) -> None:
+        super().__init__(loaded, tokens, sessions)
+        self.folder = folder
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        where = ["--port", f"{port}", "--model", self.loaded.name, "--sessions", f"{self.folder}"]
+        yield [sys.executable, "-m", "kvkeep", "serve", *where], {"KVKEEP_API_KEYS": ""}
+
+
+class LlamaServer(Server):
+    """llama.cpp's own server with the model's GGUF file. Each of its slots has space for ``tokens`` tokens; it has one
+    for each session."""
+
+    name = "llama-server"
+    usage = True
+    program: ClassVar[str] = "KVKEEP_LLAMA_SERVER"
+    """Environment variable with the path of the program."""
+    options: ClassVar[Sequence[str]] = ("-fa", "on", "--jinja", "--no-kv-unified", "--cache-reuse", "256")
+    """A slot for each conversation, and a prompt that differs early reuses later parts of its slot. The prompt cache in
+    memory (--cache-ram) is on by default."""
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        if not (program := os.environ.get(self.program)):
+            raise UsageError(f"{self.name} is a program to build; set {self.program} to its path.")
+        sizes = ["-np", f"{self.sessions}", "-c", f"{self.sessions * self.tokens}"]
+        threads = ["-t", f"{self.threads}", "-tb", f"{self.threads}"]
+        where = ["-m", file_of(self.loaded), "--alias", self.model, "--port", f"{port}"]
+        yield [program, *where, *threads, *sizes, *self.options], {}
+
+
+class IkLlamaServer(LlamaServer):
+    """The server of ik_llama.cpp."""
+
+    name = "ik_llama.cpp"
+    program = "KVKEEP_IK_LLAMA_SERVER"
+    options: ClassVar[Sequence[str]] = ("-fa", "on", "--jinja")
 
 
 class LlamaCppServer(Server):
@@ -246,6 +306,15 @@ def _family(pid: int) -> Sequence[int]:
             for child in (task / "children").read_text().split():
                 every += _family(int(child))
     return every
+
+
+def _status(pid: int, field: str) -> int:
+    """Return the bytes of a field of a process's ``status``; 0 if the process has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return 1024 * int(line.split()[1])
+    return 0
 
 
 def _pss(pid: int) -> int:
