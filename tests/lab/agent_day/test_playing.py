@@ -124,10 +124,12 @@ def test_reusable_tokens_are_those_of_the_longest_text_that_was_read(model: str)
     user, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
     first = prefixes.ids([system, user], ())
     assert prefixes.reusable(first) == 0
-    prefixes.add(prefixes.ids([system, user, answer], ()))
+    prefixes.add([system, user], (), answer)
     assert prefixes.reusable(first) == len(first) - 1  # the last one is always read
     assert prefixes.ids([other, user], ()) == first
     longer = prefixes.ids([other, user, answer, user], ())
-    assert len(first) < prefixes.reusable(longer) < len(longer) - len("Why?")
+    assert prefixes.reusable(longer) == len(prefixes.ids([other, user, answer], ())) - len(["<|turn|>", "<|start|>"])
     dropped = prefixes.ids([other, user, answer | {"content": "o."}, user], ())
     assert len(first) <= prefixes.reusable(dropped) < prefixes.reusable(longer)
+    prefixes.add([system, user, answer, user], (), None)
+    assert prefixes.reusable(longer) == len(longer) - 1

@@ -40,7 +40,7 @@ _INSTRUCTIONS = 0.45
 
 
 @dataclass(frozen=True)
-class Conversation:
+class AgentConversation:
     """One conversation of an agent."""
 
     header: str
@@ -78,7 +78,7 @@ class DayRequest:
 class Day:
     """All requests. The server is killed before the request ``killed``."""
 
-    conversations: Mapping[str, Conversation]
+    conversations: Mapping[str, AgentConversation]
     requests: Sequence[DayRequest]
     killed: int
     tokens: int
@@ -92,10 +92,10 @@ def make_day(count: Callable[[str], int], start: int, requests: int, seed: int) 
     agents = {name: _agent(texts, round(start * share), tools) for name, (share, tools) in _AGENTS.items()}
     headers = {name: f"{HEADER}: version=1.0; session={texts.name()}" for name in MAIN}
     title = "Answer with a title of at most six words for the conversation that begins so."
-    conversations = {name: Conversation(headers[name], *agents["main"]) for name in headers}
-    conversations |= {f"{name} title": Conversation("", title, ()) for name in headers}
+    conversations = {name: AgentConversation(headers[name], *agents["main"]) for name in headers}
+    conversations |= {f"{name} title": AgentConversation("", title, ()) for name in headers}
     conversations |= {
-        name: Conversation(headers[session], *agents[agent])
+        name: AgentConversation(headers[session], *agents[agent])
         for name, session, agent in (
             ("explorer", "first", "explorer"), ("reviewer", "first", "reviewer"),
             ("second explorer", "second", "explorer"),

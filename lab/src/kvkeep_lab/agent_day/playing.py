@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.request import urlopen
 
 from kvkeep_lab.agent_day.day import Day, DayRequest
 from kvkeep_lab.agent_day.prefixes import Prefixes
@@ -17,7 +16,8 @@ from kvkeep_lab.peers.servers import Running, Server
 
 TIMEOUT_S = 3600.0
 """Seconds of the longest request: a slow server reads the start in some of them."""
-READY_POLL_S = 0.02
+IDLE_S = 2.0
+"""Seconds from an answer to the kill. In this time a server can store what it has read; agents run tools in it."""
 NO_ANSWER = "(no answer)"
 """The content of an answer that failed, or is a call that was cut off."""
 DONE = "Done."
@@ -48,6 +48,7 @@ class DayPlayer:
                 for number in left:
                     self._records.answered(self._answered(server, running, self._day.requests[number]))
                 if left.stop < end:
+                    time.sleep(IDLE_S)
                     running.kill()
 
     def _answered(self, server: Server, running: Running, request: DayRequest) -> Answered:
@@ -59,7 +60,7 @@ class DayPlayer:
         body: dict[str, Any] = {"messages": messages, "max_tokens": request.max_tokens, "temperature": 0}
         if conversation.tools:
             choice = "required" if request.kind == "call" else "auto"
-            body |= {"tools": [*conversation.tools], "tool_choice": choice}
+            body |= {"tools": [*conversation.tools], "tool_choice": choice, "parallel_tool_calls": False}
         given = _ask(f"{running.url}", server.model, body)
         prompt = given.get("prompt", 0)
         # templates are filled differently, but what follows the reusable tokens has few differences
@@ -89,8 +90,7 @@ class DayPlayer:
         reasoning has been read at positions that it does not get again."""
         tools, received = self._day.conversations[request.conversation].tools, _received(one.message)
         if not one.error:
-            answer = [] if "reasoning_content" in one.message else [received]
-            self._prefixes.add(self._prefixes.ids([*messages, *answer], tools))
+            self._prefixes.add(messages, tools, None if "reasoning_content" in one.message else received)
         self._messages[request.conversation] = [*messages, _sent_back(request, received)]
 
 
@@ -124,11 +124,6 @@ def _started(server: Server) -> Iterator[tuple[Running, float]]:
     """Run a server; yield it, and the seconds until it can answer."""
     begin = time.perf_counter()
     with server.running() as running:
-        while True:
-            with suppress(OSError):  # the model is being loaded
-                urlopen(f"{running.url.removesuffix('/v1')}/health", timeout=5).close()
-                break
-            time.sleep(READY_POLL_S)
         yield running, time.perf_counter() - begin
 
 

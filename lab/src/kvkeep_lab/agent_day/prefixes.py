@@ -11,6 +11,8 @@ from kvkeep.decode.prompt import prompt_text
 from kvkeep_lab.agent_day.day import HEADER
 
 Message = Mapping[str, Any]
+_OTHER = {"role": "assistant", "content": "?"}
+"""An answer that ends as no other does."""
 
 
 class Prefixes:
@@ -37,9 +39,14 @@ class Prefixes:
         is always read."""
         return max((common_prefix(known, ids[:-1]) for known in self._known), default=0)
 
-    def add(self, ids: list[int]) -> None:
-        """Note that a server has read these tokens."""
-        self._known.append(ids)
+    def add(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], answer: Message | None) -> None:
+        """Note that a server has read a prompt, and written an answer. The tokens with which the template ends an
+        answer are not among them."""
+        if answer is None:
+            self._known.append(self.ids(messages, tools))
+            return
+        known, other = (self.ids([*messages, one], tools) for one in (answer, _OTHER))
+        self._known.append(known[: len(known) - common_prefix(known[::-1], other[::-1])])
 
 
 def _plain(message: Message) -> dict[str, Any]:

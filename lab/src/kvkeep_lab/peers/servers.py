@@ -28,6 +28,8 @@ from kvkeep_lab.process_rollup import process_memory_of
 
 START_S = 300.0
 """Maximum seconds for a server to start."""
+START_POLL_S = 0.05
+"""Seconds between checks whether it has started."""
 END_S = 15.0
 """Maximum seconds for a server to end."""
 
@@ -285,13 +287,15 @@ def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: IO[bytes]
     """Wait until a server answers. Raises KvkeepError if it ends or exceeds :data:`START_S`."""
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
+        time.sleep(START_POLL_S)
         with suppress(OSError):
             try:
                 urllib.request.urlopen(url, timeout=5).close()
             except urllib.error.HTTPError as error:
-                error.close()  # the server answers
+                error.close()
+                if error.code == 503:  # the model is being loaded
+                    continue
             return
-        time.sleep(0.2)
     said.seek(0)
     lines = said.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
     how = "did not answer" if process.poll() is None else "ended"
