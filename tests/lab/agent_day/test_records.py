@@ -45,6 +45,8 @@ def test_the_report_counts_reusable_tokens_that_were_read_again(tmp_path: Path) 
     assert (found.requests, found.planned, found.failures, found.interrupted) == (6, 9, 1, [])
     assert found.begin_s == pytest.approx(0.25) and found.begin_after_kill_s == pytest.approx(0.75)
     assert found.first_after_kill_s == 12.75 and found.start_s == 3.0 and found.seconds == 15.0
+    again = [(one.after, one.requests, one.reusable, one.again) for one in found.kinds]
+    assert again == [("nothing", 1, 0, 0), ("a text", 4, 4000, 500), ("the kill", 1, 1000, 200)]
     records.started(Started(6, False, 1.0))
     assert records.summary("a", 9).interrupted == [6]
 

@@ -70,6 +70,17 @@ class Started:
 
 
 @dataclass(frozen=True)
+class ReadAgain:
+    """Requests of one kind, and their tokens."""
+
+    after: str
+    """What their conversation had before them."""
+    requests: int
+    reusable: int
+    again: int
+
+
+@dataclass(frozen=True)
 class PlayedDay:
     """A server's day, or what was played of it."""
 
@@ -103,6 +114,7 @@ class PlayedDay:
     """Seconds of all requests and of the start after the kill."""
     peak_bytes: int
     anonymous_bytes: int
+    kinds: list[ReadAgain]
 
     @property
     def reused(self) -> float | None:
@@ -182,7 +194,20 @@ class DayRecords:
             sum(one.seconds for one in self.answers) + (killed.seconds if killed else 0.0),
             max((one.peak_bytes for one in self.answers), default=0),
             max((one.anonymous_bytes for one in self.answers), default=0),
+            self._kinds(None if killed is None else killed.number),
         )
+
+    def _kinds(self, killed: int | None) -> list[ReadAgain]:
+        before, found = dict[str, str](), dict[str, list[Answered]]()
+        for one in self.answers:
+            if one.number == killed:
+                before = dict.fromkeys(before, "the kill")
+            found.setdefault(before.get(one.conversation, "nothing"), []).append(one)
+            before[one.conversation] = f"a {one.kind}"
+        return [
+            ReadAgain(after, len(some), sum(one.reusable for one in some), sum(one.again for one in some))
+            for after, some in found.items()
+        ]
 
 
 def _line(answers: Sequence[Answered]) -> tuple[float | None, float | None]:

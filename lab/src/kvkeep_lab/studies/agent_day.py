@@ -111,13 +111,13 @@ class AgentDay(Study):
         path = folder / f"{name}.jsonl"
         if self.fresh:
             path.unlink(missing_ok=True)
-            if keeps:
-                shutil.rmtree(store, ignore_errors=True)
         records = DayRecords(path)
         about = {**self._sizes, "server": name, "model": trial.loaded.name}
         if not records.answers:
             with server.command(0) as (line, _):
                 command = [word.replace(str(Path.home()), "~") for word in line]
+            if keeps:
+                shutil.rmtree(store, ignore_errors=True)
             records.begin({**about, "command": command, "version": version(), **machine(trial.loaded)})
         elif any(records.about.get(field) != value for field, value in about.items()):
             raise UsageError(f"'{path}' has the records of another day; give another --records, or add --fresh.")
@@ -132,6 +132,18 @@ class AgentDay(Study):
     @property
     def _sizes(self) -> dict[str, Any]:
         return {"start": self.start, "requests": self.requests, "seed": self.seed}
+
+    def details(self, found: AgentDays) -> list[Table]:
+        table = Table(
+            "Tokens read again, by what the conversation had before",
+            ["server", "after", "requests", "reusable", "read again"],
+            named=2,
+        )
+        for day in found.days:
+            for kind in day.kinds:
+                counts = (f"{count:,}" for count in (kind.requests, kind.reusable, kind.again))
+                table.rows.append([f"`{day.server}`", kind.after, *counts])
+        return [table]
 
     def tables(self, found: AgentDays) -> list[Table]:
         table = Table(
