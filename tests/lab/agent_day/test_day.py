@@ -31,6 +31,8 @@ def test_a_full_day_has_what_its_page_says() -> None:
     assert 0.9 < (count(main.instructions) + sum(count(f"{one}") for one in main.tools)) / 20_000 < 1.1
     assert Counter(one.kind for one in full.requests)["title"] == 2
     assert {"explorer", "reviewer"} < {*full.conversations} and full.requests[50].conversation == "first"
+    after = full.requests[full.killed]
+    assert after.kind == "text" and not after.is_result and 200 <= count(after.text) < 230
 
 
 def test_sessions_differ_in_the_first_line_and_subagents_in_everything_else() -> None:

@@ -113,7 +113,7 @@ def test_answers_are_sent_back_as_agents_do(model: str, tmp_path: Path, monkeypa
             assert new == [{"role": "user", "content": text}]
             kept = {"reasoned": "three four", "text": "one two three four"}
             assert answer == {"role": "assistant", "content": kept[request.kind]}
-    assert [body.get("tool_choice") for body in bodies[:2]] == [None, "required"]
+    assert [body.get("tool_choice") for body in bodies[:2]] == [None, "auto"]
 
 
 def test_reusable_tokens_are_those_of_the_longest_text_that_was_read(model: str) -> None:

@@ -30,7 +30,7 @@ server is killed in the segment without a name."""
 MIN_REQUESTS = len(_SEGMENTS) - 1
 _PATTERNS: Mapping[str, Sequence[Kind]] = {
     "title": ("title",),
-    "main": ("call", "text", "reasoned", "text", "call", "call", "text", "text", "reasoned", "text"),
+    "main": ("text", "call", "reasoned", "text", "call", "call", "text", "text", "reasoned", "text"),
     "subagent": ("call", "text", "text"),
 }
 _AGENTS = {"main": (1.0, 15), "explorer": (0.2, 7), "reviewer": (0.15, 5)}
@@ -111,7 +111,8 @@ def make_day(count: Callable[[str], int], start: int, requests: int, seed: int) 
     calling, found = dict.fromkeys(order, False), list[DayRequest]()
     for number, (name, kind) in enumerate(zip(order, kinds, strict=True)):
         is_result = calling[name]
-        text = texts.code(next(results)) if is_result else texts.prose(next(turns[name]))
+        size = next(results) if is_result else start // 100 if number == killed else next(turns[name])
+        text = texts.code(size) if is_result else texts.prose(size)
         found.append(DayRequest(number, name, kind, text, is_result))
         calling[name] = kind == "call"
         lengths[name] += count(text) + found[-1].max_tokens + _TURN_TOKENS

@@ -63,11 +63,12 @@ class Texts:
         return f"{self._draw.choice(VERBS)}_{self._noun()}"
 
     def _joined(self, parts: Iterator[str], tokens: int, between: str) -> str:
-        found, length = list[str](), 0
-        while length < tokens:
-            found.append(next(parts))
-            length += self._count(between + found[-1])
-        return between.join(found)
+        text = next(parts)
+        while (lacking := tokens - self._count(text)) > 0:
+            while lacking > 0:
+                part = f"{between}{next(parts)}"
+                text, lacking = text + part, lacking - self._count(part)  # more than both have together, often
+        return text
 
     def _noun(self) -> str:
         return self._draw.choice(NOUNS)
