@@ -17,7 +17,7 @@ HEADER = "x-anthropic-billing-header"
 """Name of the line that begins the instructions of a conversation, and differs in each session of an agent."""
 MAIN = ("first", "second")
 """The conversations of the main agent, one in each session."""
-MAX_CALL_TOKENS, MAX_TEXT_TOKENS = 96, 32
+MAX_CALL_TOKENS, MAX_TEXT_TOKENS = 64, 32
 """Maximum tokens of an answer that has to call, and of others."""
 _TURN_TOKENS, _TOOLS_TOKENS = 20, 250
 """Tokens that a template adds to a request and its answer, and to a conversation with tools, at most."""

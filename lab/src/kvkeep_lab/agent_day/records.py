@@ -91,6 +91,11 @@ class PlayedDay:
     interrupted: list[int]
     """Requests before which the server was started again because the run was interrupted."""
     failures: int
+    calls: int
+    """Answers that had to call, and do."""
+    planned_calls: int
+    written: int
+    """Tokens of all answers."""
     prompt: int
     """Tokens of all prompts."""
     read: int
@@ -181,6 +186,9 @@ class DayRecords:
             planned,
             [one.number for one in self.starts if one.number and not one.killed],
             len(self.answers) - len(good),
+            sum(bool(one.message.get("tool_calls")) for one in good if one.kind == "call"),
+            sum(one.kind == "call" for one in self.answers),
+            sum(one.written for one in good),
             sum(one.prompt for one in good),
             sum(one.read for one in good),
             sum(one.reusable for one in good),

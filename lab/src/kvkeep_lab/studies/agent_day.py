@@ -149,15 +149,16 @@ class AgentDay(Study):
         table = Table(
             f"A day of {self.requests} requests, a start of {self.start:,} tokens",
             [
-                *("server", "requests", "failed", "tokens read", "reusable", "read again", "reused"),
+                *("server", "requests", "failed", "calls", "written", "read", "reusable", "read again", "reused"),
                 *("first token s", "p95", "after the kill", "begins s", "after the kill", "start s", "in all s"),
                 *("peak RSS", "anonymous"),
             ],
             notes=[
-                "Read again: tokens among the reusable ones that were read again. First token: median of all requests. "
-                "Begins: time to the first token without reading the turn's own tokens, by a line through the requests "
-                "of the main conversations. Start: until the server was ready after the kill. In all: all requests, "
-                "and that start. Peak RSS includes the model's and the store's files.",
+                "Calls: answers with a call, of those that had to have one. Written, read: tokens. Read again: tokens "
+                "among the reusable ones that were read again. First token: median of all requests. Begins: time to "
+                "the first token without reading the turn's own tokens, by a line through the requests of the main "
+                "conversations. Start: until the server was ready after the kill. In all: all requests, and that "
+                "start. Peak RSS includes the model's and the store's files.",
                 *(
                     f"`{day.server}` was interrupted and started again before request {number + 1}."
                     for day in found.days
@@ -172,7 +173,8 @@ class AgentDay(Study):
                     f"`{day.server}`",
                     f"{day.requests} of {day.planned}",
                     f"{day.failures}",
-                    *(f"{count:,}" for count in (day.read, day.reusable, day.again)),
+                    f"{day.calls} of {day.planned_calls}",
+                    *(f"{count:,}" for count in (day.written, day.read, day.reusable, day.again)),
                     percent(day.reused, 2),
                     *map(fixed, (*times, day.start_s)),
                     fixed(day.seconds, 0),
