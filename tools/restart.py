@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import openai
-from kvkeep_lab.peers.engines import file_of
-from kvkeep_lab.peers.servers import Ours, Running, Server, VllmServer
+from kvkeep_lab.peers.servers import LlamaServer, Ours, Running, Server, VllmServer
 from kvkeep_lab.serving import WORDS
 
 from kvkeep.models.loading import Loaded, load
@@ -39,25 +38,15 @@ IDLE_S = 2.0
 QUESTIONS = ("before", "before again", "after", "after again")
 
 
-class LlamaServer(Server):
-    """llama.cpp's own server with one slot. Without ``saves``, it keeps prompts in memory only."""
-
-    name = "llama-server"
-    saves: ClassVar[bool] = False
-
-    @contextmanager
-    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:  # noqa: D102
-        threads = ["-t", f"{self.threads}", "-tb", f"{self.threads}", "-np", "1", "-c", f"{self.tokens}"]
-        saving = ["--slot-save-path", os.environ["KVKEEP_DATA"]] if self.saves else []
-        where = ["-m", file_of(self.loaded), "--alias", self.model, "--port", f"{port}", "-fa", "on"]
-        yield [os.environ["KVKEEP_LLAMA_SERVER"], *where, *threads, *saving], {}
-
-
 class SlotServer(LlamaServer):
     """llama.cpp's server, whose client saves the slot after a turn and restores it by the name of its file."""
 
     name = "llama-server, slot saved"
-    saves = True
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:  # noqa: D102
+        with super().command(port) as (line, variables):
+            yield [*line, "--slot-save-path", os.environ["KVKEEP_DATA"]], variables
 
 
 class CachingVllm(VllmServer):
@@ -170,7 +159,7 @@ def started(server: Server) -> Iterator[tuple[Running, float]]:
                 break
             time.sleep(0.05)
         yield running, time.perf_counter() - began
-        os.killpg(running.pid, signal.SIGKILL)
+        running.kill()
 
 
 def measure(server: Server, seed: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import pytest
 import torch
 from conftest import WORDS
 from families import tiny
+from kvkeep_lab.agent_day.records import Answered, DayRecords
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
 from kvkeep_lab.shapes import config_of, weights_of
 from kvkeep_lab.studies import STUDIES
+from kvkeep_lab.studies.agent_day import AgentDay
 from kvkeep_lab.studies.base import Drawn, Study, Trial
 from kvkeep_lab.studies.conversation_bytes import ConversationBytes, bytes_of, tokens_of
 from kvkeep_lab.studies.decoding import Decoding
@@ -76,6 +78,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "bench": {"contexts": [64], "budget": "32", "rounds": 1, "steps": 3, "only": ["full", "h2o"], "slow": False},
     "compare": {"limit": 60, "new": 4, "methods": ["full", "h2o"], "budgets": ["32"]},
     "stream": {"tokens": 300, "stretch": 100, "budget": "32"},
+    "agent-day": {"start": 200, "requests": 11},
 }
 """Sizes of the studies that no experiment is packaged of."""
 
@@ -90,11 +93,26 @@ def found(text: Path, rows: Path) -> Callable[[str], tuple[Study, Any]]:
         assert isinstance(study, Study)
         shares: list[float] = []
         files = [rows if isinstance(study, WindowRecompute) else text]
-        result = study.measure(Trial(loaded(), files, 0, lambda what, done, total: shares.append(done / total)))
+        model = loaded()
+        if isinstance(study, AgentDay):
+            model = replace(model, model=tiny("llama", positions=4096))
+            study = played(study, model.name, text.parent / "records")
+        result = study.measure(Trial(model, files, 0, lambda what, done, total: shares.append(done / total)))
         assert shares == sorted(shares) and all(0 <= share <= 1.01 for share in shares)
         return study, result
 
     return measure
+
+
+def played(study: AgentDay, model: str, folder: Path) -> AgentDay:
+    """A day that has records of all requests (tests/lab/agent_day plays one)."""
+    records = DayRecords(folder / "kvkeep.jsonl")
+    sizes = study.model_dump(include={"start", "requests", "seed"})
+    records.begin(sizes | {"server": "kvkeep", "model": model})
+    for number in range(study.requests):
+        message = {"role": "assistant", "content": "the"}
+        records.answered(Answered(number, "first", "text", message, None, 9, 3 + number % 3, 4, 1, 0.5, 1.0))
+    return study.model_copy(update={"records": str(folder)})
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)

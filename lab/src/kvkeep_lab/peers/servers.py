@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from kvkeep_lab.process_rollup import process_memory_of
 
 START_S = 300.0
 """Maximum seconds for a server to start."""
+START_POLL_S = 0.05
+"""Seconds between checks whether it has started."""
 END_S = 15.0
 """Maximum seconds for a server to end."""
 
@@ -87,7 +90,7 @@ class Server(ABC):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(END_S)
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, 9)
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
@@ -100,6 +103,19 @@ class Running:
     def memory(self) -> int:
         """Return the bytes of the process and its children, with their proportional share of shared pages (PSS)."""
         return sum(_pss(pid) for pid in _family(self.pid))
+
+    def anonymous(self) -> int:
+        """Return the bytes of the process and its children in memory without a file."""
+        return sum(_status(pid, "RssAnon") for pid in _family(self.pid))
+
+    def peak(self) -> int:
+        """Return the largest number of bytes (RSS) that the process and its children have had in memory, files that
+        they map included."""
+        return sum(_status(pid, "VmHWM") for pid in _family(self.pid))
+
+    def kill(self) -> None:
+        """End the process and its children with SIGKILL, so that they store nothing more."""
+        os.killpg(self.pid, signal.SIGKILL)
 
 
 class Ours(Server):
@@ -128,6 +144,52 @@ class Ours(Server):
         )
         where = ["--port", f"{port}", "--model", self.loaded.name, "--memory", self.memory]
         yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
+
+
+class KvkeepDefaults(Server):
+    """``kvkeep serve`` with its defaults. folder: that of its store."""
+
+    name = "kvkeep"
+    usage = True
+
+    def __init__(self, loaded: Loaded, tokens: int, sessions: int, folder: Path) -> None:
+        super().__init__(loaded, tokens, sessions)
+        self.folder = folder
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        where = ["--port", f"{port}", "--model", self.loaded.name, "--sessions", f"{self.folder}"]
+        yield [sys.executable, "-m", "kvkeep", "serve", *where], {"KVKEEP_API_KEYS": ""}
+
+
+class LlamaServer(Server):
+    """llama.cpp's own server with the model's GGUF file. Each of its slots has space for ``tokens`` tokens; it has one
+    for each session."""
+
+    name = "llama-server"
+    usage = True
+    program: ClassVar[str] = "KVKEEP_LLAMA_SERVER"
+    """Environment variable with the path of the program."""
+    options: ClassVar[Sequence[str]] = ("-fa", "on", "--jinja", "--no-kv-unified", "--cache-reuse", "256")
+    """A slot for each conversation, and a prompt that differs early reuses later parts of its slot. The prompt cache in
+    memory (--cache-ram) is on by default."""
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        if not (program := os.environ.get(self.program)):
+            raise UsageError(f"{self.name} is a program to build; set {self.program} to its path.")
+        sizes = ["-np", f"{self.sessions}", "-c", f"{self.sessions * self.tokens}"]
+        threads = ["-t", f"{self.threads}", "-tb", f"{self.threads}"]
+        where = ["-m", file_of(self.loaded), "--alias", self.model, "--port", f"{port}"]
+        yield [program, *where, *threads, *sizes, *self.options], {}
+
+
+class IkLlamaServer(LlamaServer):
+    """The server of ik_llama.cpp."""
+
+    name = "ik_llama.cpp"
+    program = "KVKEEP_IK_LLAMA_SERVER"
+    options: ClassVar[Sequence[str]] = ("-fa", "on", "--jinja")
 
 
 class LlamaCppServer(Server):
@@ -225,13 +287,15 @@ def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: IO[bytes]
     """Wait until a server answers. Raises KvkeepError if it ends or exceeds :data:`START_S`."""
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
+        time.sleep(START_POLL_S)
         with suppress(OSError):
             try:
                 urllib.request.urlopen(url, timeout=5).close()
             except urllib.error.HTTPError as error:
-                error.close()  # the server answers
+                error.close()
+                if error.code == 503:  # the model is being loaded
+                    continue
             return
-        time.sleep(0.2)
     said.seek(0)
     lines = said.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
     how = "did not answer" if process.poll() is None else "ended"
@@ -246,6 +310,15 @@ def _family(pid: int) -> Sequence[int]:
             for child in (task / "children").read_text().split():
                 every += _family(int(child))
     return every
+
+
+def _status(pid: int, field: str) -> int:
+    """Return the bytes of a field of a process's ``status``; 0 if the process has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return 1024 * int(line.split()[1])
+    return 0
 
 
 def _pss(pid: int) -> int:

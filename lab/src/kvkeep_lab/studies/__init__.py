@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvkeep_lab.studies.agent_day import AgentDay
 from kvkeep_lab.studies.alignment import AlignmentStudy
 from kvkeep_lab.studies.base import Study
 from kvkeep_lab.studies.bench import Bench
@@ -34,7 +35,7 @@ _LISTED: tuple[type[Study], ...] = (
     *(WindowRecompute, Recompute),
     *(Decoding, ReactivationStudy, Throughput, SketchError, SketchAttention, SpectraStudy, AlignmentStudy),
     *(MergingCost, BoundsStudy),
-    *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy),
+    *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy, AgentDay),
 )
 
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _LISTED}
