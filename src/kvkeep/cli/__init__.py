@@ -23,6 +23,7 @@ COMMANDS = {
         "kvkeep.cli.serve.command:serve",
         "Serve conversations to OpenAI clients over HTTP, all within one memory limit.",
     ),
+    "agent": ("kvkeep.cli.agent:agent", "Run Claude Code, Codex, opencode or Qwen Code on this machine's server."),
     "cache": (
         "kvkeep.cli.cache:app",
         "List the saved sessions and their blocks; delete, check, export and import them.",
