@@ -138,10 +138,10 @@ class PromptTooLong(UsageError):
     @classmethod
     def of(cls, tokens: int | str, positions: int) -> PromptTooLong:
         """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
-        return cls(
-            f"The prompt has {tokens} tokens, but the model's context has {positions}; shorten the prompt to at most "
-            f"{positions - 1} tokens, or, with an exact method, send kvkeep.at_end 'endless' with every request of its "
-            "session."
+        return cls(  # agents shorten their conversations when they read the first half
+            f"The prompt is too long: {tokens} tokens > {positions - 1} maximum, as the model's context has "
+            f"{positions}; shorten the prompt, or, with an exact method, send kvkeep.at_end 'endless' with every "
+            "request of its session."
         )
 
 

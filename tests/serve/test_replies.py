@@ -12,6 +12,7 @@ import pytest
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.completions import Choices
 from kvkeep.serve.http.errors import api_error
+from kvkeep.serve.http.protocol import Context
 from kvkeep.serve.session import Finished
 
 BREAKS = "a\nb\rc\vd\fe\x1cf\x1dg\x1eh\x85i\u2028j\u2029k"
@@ -27,7 +28,9 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
         yield Finished("stop", text, (1, 2), 3, 4, 2)
 
     async def read() -> str:
-        return "".join([one async for one in Choices("tiny", chat, False, with_usage, api_error).stream(events())])
+        return "".join(
+            [one async for one in Choices(Context("tiny", 7, api_error), chat, False, with_usage).stream(events())]
+        )
 
     return asyncio.run(read()).splitlines()
 

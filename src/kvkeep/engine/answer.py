@@ -96,6 +96,11 @@ class Answer:
         """The reported text."""
         return "" if self._text is None else str(self._text)
 
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the answer; None: none has."""
+        return None if self._text is None else self._text.stopped
+
     def reads(self) -> Reads:
         """Read the prompt tokens that the cache does not hold, then generate until the answer ends."""
         prompt, sampler = self.ask.prompt, self.ask.sampling
@@ -155,7 +160,7 @@ class Answer:
         reason = "" if self.check is None else self.check(self.tokens)
         if ended:
             reason = "eos"
-        elif not reason and self._text is not None and self._text.stopped:
+        elif not reason and self.stopped is not None:
             reason = "stop"
         elif not reason and len(self.tokens) >= self.ask.max_tokens:
             reason = "length"

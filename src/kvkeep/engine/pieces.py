@@ -128,15 +128,17 @@ class Stops:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._waiting = [one for one in strings if one], ""
-        self.met = False
+        self.met: str | None = None
+        """The stop string that was found; None: none yet."""
 
     def add(self, text: str) -> str:
         """Return the text before the first stop string; set ``met`` if there is one."""
         text = self._waiting + text
-        starts = [start for one in self._strings if (start := text.find(one)) >= 0]
+        starts = [(start, one) for one in self._strings if (start := text.find(one)) >= 0]
         if starts:
-            self._waiting, self.met = "", True
-            return text[: min(starts)]
+            start, self.met = min(starts)
+            self._waiting = ""
+            return text[:start]
         withheld = max((_begun(text, one) for one in self._strings), default=0)
         self._waiting = text[len(text) - withheld :]
         return text[: len(text) - withheld]
@@ -222,8 +224,8 @@ class AnswerText:
         return "".join(self._texts)
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found."""
+    def stopped(self) -> str | None:
+        """The stop string that was found; None: none."""
         return self._stops.met
 
     def add(self, token: int, logits: Tensor | None) -> None:

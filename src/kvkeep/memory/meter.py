@@ -91,8 +91,8 @@ class Memory:
     peak_workspace_bytes: int = 0
     """The peak of temporary tensors of recall."""
     process_bytes: int | None = field(default=None, compare=False)
-    """Memory of the whole process, including the model; None if the system does not report it. Two reports are equal where
-    this alone differs: other work of the process changes it."""
+    """Memory of the whole process, including the model; None if the system does not report it. Reports that differ in
+    this alone are equal: other work of the process changes it."""
 
     @property
     def bytes(self) -> int:

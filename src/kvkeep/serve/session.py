@@ -254,6 +254,8 @@ class Finished:
     """The number of first tokens up to which the text is exact, if it is longer than that."""
     lost_tokens: int = 0
     """The number of tokens whose entries the checkpoint has dropped, because it reached its capacity."""
+    stop: str | None = None
+    """The stop string that ended it."""
 
 
 Event = TextPiece | Finished | KvkeepError
@@ -354,7 +356,7 @@ class Job:
         cache, tokens = answer.cache, tuple(answer.tokens)
         counts = answer.known, len(self.ask.prompt) - answer.known, len(tokens), cache.exact_part, cache.lost_tokens
         try:
-            return Finished(reason, answer.text, tokens, *counts)
+            return Finished(reason, answer.text, tokens, *counts, answer.stopped)
         except MemoryError as error:
             return self.failure(error)
 

@@ -25,8 +25,8 @@ from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.answering import Limits
-from kvkeep.serve.http.completions import ChatRequest, Message, TextRequest, TokenizeRequest
-from kvkeep.serve.http.protocol import Extension, StreamOptions
+from kvkeep.serve.http.completions import ChatRequest, Message, StreamOptions, TextRequest, TokenizeRequest
+from kvkeep.serve.http.protocol import Extension
 
 QUESTIONS = [
     "What is the capital of France?",

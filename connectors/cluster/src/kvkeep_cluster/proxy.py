@@ -17,9 +17,9 @@ from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     Hold,
     RequestMemory,
-    bearer,
     check_headers,
     in_worker,
+    key_of,
     limit_body,
     read_json,
 )
@@ -86,7 +86,7 @@ def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
         parts = ["opening", opening]
     else:
         return None
-    text = json.dumps([bearer(headers.get("authorization")), *parts])
+    text = json.dumps([key_of(headers), *parts])
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

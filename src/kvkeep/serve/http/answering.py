@@ -26,7 +26,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
 from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.protocol import AnswerRequest, FormOf, Prompt, StreamEvent, encoded
+from kvkeep.serve.http.protocol import AnswerRequest, Context, FormOf, Prompt, StreamEvent, encoded
 from kvkeep.serve.session import Event, Finished, Job, check_name
 
 DEFAULT_MAX_TOKENS = 1024
@@ -97,7 +97,8 @@ class Answering:
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form)
         hold.tokens(len(prompt))
         ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar)
-        reply, stream, named = body.reply(self.model, self.metrics.rejected), body.stream, bool(body.cache())
+        reply = body.reply(Context(self.model, len(prompt), self.metrics.rejected))
+        stream, named = body.stream, bool(body.cache())
         if not stream:
             _check_logprobs(ask)
         del body  # its texts, while the answer waits

@@ -29,15 +29,16 @@ from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     Hold,
     RequestMemory,
-    bearer,
     check_headers,
     json_response,
+    key_of,
     limit_body,
     read_body,
     unless_disconnected,
 )
 from kvkeep.serve.http.completions import ChatRequest, TextRequest, TokenizeRequest
 from kvkeep.serve.http.errors import HANDLERS, APIError, new_request_id
+from kvkeep.serve.http.messages import CountRequest, MessagesRequest
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
 from kvkeep.serve.http.sessions import session_routes
 
@@ -152,7 +153,7 @@ class RequestMiddleware:
             found = self.metrics.rejected(error)
             if status:  # the response has begun, so it can only be interrupted
                 raise _ResponseInterrupted from None
-            await found.response()(scope, receive, send_with_id)
+            await found.response(scope["path"])(scope, receive, send_with_id)
         finally:
             hold.release()
             path, seconds = quote(scope["path"]), time.monotonic() - started  # quoted: always one line
@@ -166,14 +167,13 @@ class RequestMiddleware:
             )
             raise APIError(403, sentence, "wrong_host")
         if scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(PAGE_PREFIX):
-            scope["state"]["owner"] = self._owner(headers.get("authorization"))
+            scope["state"]["owner"] = self._owner(key_of(headers))
 
-    def _owner(self, header: str | None) -> str:
-        """Return the owner of a request with this Authorization ``header``: its key, or all clients of a server without
-        keys. Raises APIError for a wrong or missing key."""
+    def _owner(self, key: str | None) -> str:
+        """Return the owner of a request with this ``key``; of a server without keys, all clients are one. Raises
+        APIError for a wrong or missing key."""
         if not self._digests:
             return "local"
-        key = bearer(header)
         given, owner = _digest(key or ""), ""
         for digest in self._digests:  # compare with all of them, so that timing reveals nothing
             if hmac.compare_digest(digest, given):
@@ -239,6 +239,19 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
     async def chat(request: Request) -> Any:
         """Answer a conversation."""
         return await answering.respond(request, await read_body(request, ChatRequest))
+
+    @app.post("/v1/messages")
+    async def message(request: Request) -> Any:
+        """Answer a conversation as Anthropic's clients send it."""
+        return await answering.respond(request, await read_body(request, MessagesRequest))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> Any:
+        """Return the number of tokens of a conversation up to its answer."""
+        body = await read_body(request, CountRequest)
+        answering.check_model(body.model)
+        ids = await unless_disconnected(request, answering.encode(body.given, request.state.hold.bytes))
+        return {"input_tokens": len(ids)}
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Any:

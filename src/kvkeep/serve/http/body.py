@@ -96,10 +96,11 @@ class Hold:
         self.resize(0)
 
 
-def bearer(header: str | None) -> str | None:
-    """Return the key in an Authorization ``header``; None without a header."""
-    scheme, _, key = (header or "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """Return the key in a request's ``headers``: OpenAI's clients send it as ``Authorization: Bearer``, Anthropic's as
+    ``x-api-key``; None: there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 def check_headers(scope: Scope) -> None:

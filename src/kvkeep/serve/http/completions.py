@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from kvkeep.decode.tool_calls import CallPart, CallReader, Calls
-from kvkeep.engine.forms import of_schema
+from kvkeep.decode.tool_calls import CallPart, CallReader
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
-from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.conversation import MAX_MESSAGES, MAX_PARTS, AnswerCall, AnswerForm, AnswerParts, conversation
 from kvkeep.serve.http.protocol import (
+    MAX_STOPS,
     AnswerRequest,
-    ChatPrompt,
+    Context,
     FormOf,
     Name,
     Object,
     Prompt,
     Reply,
+    Stop,
     StreamEvent,
     Strict,
     Text,
+    server_sent,
     wrong,
 )
 from kvkeep.serve.http.tools import NamedTool, ToolCall, Tools
 from kvkeep.serve.session import Finished
-
-_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""
-MAX_MESSAGES, MAX_PARTS = 10_000, 1000
-"""Messages of a request, and text parts of one message."""
 
 
 def _no_function(role: Any) -> Any:
@@ -51,6 +47,51 @@ def _one_prompt(given: Any) -> Any:
     if len(given) > 1:
         raise wrong(f"it has {len(given)} prompts; send one prompt at a time")
     return given[0]
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """Send a final chunk with the token counts."""
+
+
+class CompletionRequest(AnswerRequest):
+    """The fields of both completions."""
+
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {"n": (1,), "logit_bias": ({},)}
+    hints: ClassVar[frozenset[str]] = frozenset({
+        "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+        "service_tier", "store", "verbosity",
+    })  # fmt: skip
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The maximum number of tokens of the answer."""
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, given: StreamOptions, known: ValidationInfo) -> StreamOptions:
+        if known.data.get("stream") is False:
+            raise wrong("it needs 'stream': true; add that, or leave it out")
+        return given
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens of the answer, if the request sets one."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """Strings that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class TextPart(Strict):
@@ -124,30 +165,14 @@ class Message(Strict):
         return found if self.tool_call_id is None else found | {"tool_call_id": self.tool_call_id}
 
 
-def _with_known_calls(messages: list[Message]) -> list[Message]:
-    """Return the messages. Each result has to be of an earlier call."""
-    known = set[str]()
-    for number, message in enumerate(messages):
-        for call in message.tool_calls or ():
-            if call.id in known:
-                raise wrong(f"two calls have the id '{call.id[:100]}'; each needs one of its own")
-            known.add(call.id)
-        if message.tool_call_id is not None and message.tool_call_id not in known:
-            raise wrong(
-                f"message {number} is the result of the call '{message.tool_call_id[:100]}', which no earlier answer "
-                "has; send that answer, too"
-            )
-    return messages
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES), AfterValidator(_with_known_calls)]
-
-
-class ChatRequest(AnswerRequest):
+class ChatRequest(CompletionRequest):
     """``POST /v1/chat/completions``."""
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **AnswerRequest.void,
+        **CompletionRequest.void,
         "tools": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],),
     }  # fmt: skip
 
@@ -206,55 +231,45 @@ class ChatRequest(AnswerRequest):
 
     def given(self) -> Prompt:
         """Return the conversation up to its answer, or to the end of a last message to be continued."""
-        messages, tools = [one.plain() for one in self.messages], [one.described() for one in self.tools or ()]
-        if not self.continue_final_message:
-            return ChatPrompt(messages, tools=tools)
-        return ChatPrompt(messages[:-1], messages[-1]["content"], tools)
+        messages = [one.plain() for one in self.messages]
+        return conversation(messages, self._form.tools, "messages", self.continue_final_message)
 
     @property
     def token_limit(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_completion_tokens or self.max_tokens
 
-    def form(self) -> tuple[str, FormOf] | None:
-        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
-        given = self.response_format
+    @property
+    def _form(self) -> AnswerForm:
+        given, chosen = self.response_format, self.tool_choice
+        only = chosen.function.name if isinstance(chosen, NamedTool) else None
         schema = (
             None if given is None else {"type": "object"} if given.json_schema is None else given.json_schema.schema_
         )
-        if self._calls:
-            return "tools", self._possible_calls(schema).form
-        return super().form() if schema is None else ("response_format", lambda *_: of_schema(schema))
+        tools = [one.described() for one in self.tools or ()]
+        return AnswerForm(
+            tools, "auto" if isinstance(chosen, NamedTool) else chosen, only, self.parallel_tool_calls, schema
+        )
 
-    @property
-    def _calls(self) -> bool:
-        """Whether the answer may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
-
-    def _possible_calls(self, content: dict[str, Any] | None) -> Calls:
-        choice, tools = self.tool_choice, [one.function for one in self.tools or ()]
-        if isinstance(choice, NamedTool):
-            tools = [one for one in tools if one.name == choice.function.name]
-        required = choice != "auto"
-        several = self.parallel_tool_calls and not isinstance(choice, NamedTool)
-        return Calls([(one.name, one.parameters) for one in tools], required, several, content)
+    def form(self) -> tuple[str, FormOf] | None:
+        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
+        return self._form.form() or super().form()
 
     @property
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
+    def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        reader = CallReader([one.function.name for one in self.tools or ()]) if self._calls else None
-        return Choices(model, True, self.logprobs, self.usage_in_stream, to_error, reader)
+        return Choices(context, True, self.logprobs, self.usage_in_stream, self._form.reader())
 
 
-class TextRequest(AnswerRequest):
+class TextRequest(CompletionRequest):
     """``POST /v1/completions``."""
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **AnswerRequest.void,
+        **CompletionRequest.void,
         "suffix": ("",),
         "best_of": (1,),
         "echo": (False,),
@@ -275,9 +290,9 @@ class TextRequest(AnswerRequest):
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.logprobs
 
-    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
+    def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return Choices(model, False, self.logprobs is not None, self.usage_in_stream, to_error)
+        return Choices(context, False, self.logprobs is not None, self.usage_in_stream)
 
 
 class TokenizeRequest(Strict):
@@ -297,7 +312,7 @@ class TokenizeRequest(Strict):
     def given(self) -> Prompt:
         """Return the text, or the conversation; an empty text if there is neither."""
         if self.messages:
-            return ChatPrompt([one.plain() for one in self.messages])
+            return conversation([one.plain() for one in self.messages], (), "messages")
         return self.prompt or ""
 
 
@@ -306,58 +321,39 @@ class TokenizeRequest(Strict):
 
 class Choices:
     """The reply of a request, with one choice. chat: whether it answers a conversation; otherwise it continues a text.
-    logprobs: whether it has log-probabilities. with_usage: whether a stream has the numbers of tokens. to_error:
-    converts an exception within a stream to an error. reader: finds the calls in an answer that may have some."""
+    logprobs: whether it has log-probabilities. with_usage: whether a stream has the numbers of tokens. reader: finds
+    the calls in an answer that may have some."""
 
     def __init__(
-        self,
-        model: str,
-        chat: bool,
-        logprobs: bool,
-        with_usage: bool,
-        to_error: Callable[[Exception], APIError],
-        reader: CallReader | None = None,
+        self, context: Context, chat: bool, logprobs: bool, with_usage: bool, reader: CallReader | None = None
     ) -> None:
-        self._reader = reader
-        self._chat, self._logprobs, self._with_usage, self._to_error = chat, logprobs, with_usage, to_error
+        self._parts, self._context = AnswerParts(reader), context
+        self._chat, self._logprobs, self._with_usage = chat, logprobs, with_usage
         self._offset = 0  # characters of the text whose tokens were sent
+        self._nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         prefix, self._kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self._chunk_kind = f"{self._kind}.chunk" if chat else self._kind
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": context.model}
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
         """Return the answer as one object. Raises the error that ended it."""
-        last = events[-1]
-        if isinstance(last, Exception):
-            raise last
-        assert isinstance(last, Finished)
+        last, parts = self._parts.all(events)
         tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
-        choice: dict[str, Any] = {"message": self._message(last.text)} if self._chat else {"text": last.text}
+        choice: dict[str, Any] = {"message": _message(parts)} if self._chat else {"text": last.text}
         choice |= {"index": 0, "finish_reason": self._reason(last)}
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
-        return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)}
+        return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)} | self._report(last)
 
-    def _message(self, text: str) -> dict[str, Any]:
-        """Return an answer's message."""
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if self._reader is None:
-            return message
-        calls, content = list[dict[str, Any]](), ""
-        for part in [*self._reader.add(text), *self._reader.rest()]:
-            if isinstance(part, str):
-                content += part
-            elif part.name:
-                calls.append(_call(part))
-            else:
-                calls[-1]["function"]["arguments"] += part.arguments
-        return message | ({"content": content or None, "tool_calls": calls} if calls else {"content": content})
+    def _report(self, answer: Finished) -> dict[str, Any]:
+        report = self._context.report(answer)
+        return {"kvkeep": report} if report else {}
 
     def _reason(self, answer: Finished) -> str:
         """Return the finish reason. An answer cut off by the time limit or the server's end has the reason
         "length"."""
         if answer.reason != "stop":
             return "length"
-        return "tool_calls" if self._reader is not None and self._reader.complete else "stop"
+        return "tool_calls" if self._parts.calls else "stop"
 
     async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
         """Yield the answer as server-sent events. An error is an object, and None is a comment."""
@@ -366,31 +362,31 @@ class Choices:
         async for event in events:
             if isinstance(event, TextPiece):
                 shown = {"logprobs": self._probabilities(event.logprobs)} if self._logprobs else {}
-                fields = self._deltas(event.text) or ([{"delta": {}}] if shown else [])
+                fields = self._deltas(event) or ([self._nothing] if shown else [])
                 for number, one in enumerate(fields):
                     yield self._chunk(one if number else one | shown)
             elif isinstance(event, Finished):
-                for part in () if self._reader is None else self._reader.rest():
-                    yield self._chunk(_delta(part))
-                yield self._chunk({"delta": {}} if self._chat else {"text": ""}, self._reason(event))
+                for one in self._deltas(event):
+                    yield self._chunk(one)
+                yield self._chunk(self._nothing, self._reason(event))
                 if self._with_usage:
-                    yield _event(self._head | {"object": self._chunk_kind, "choices": [], "usage": usage(event)})
+                    end = {"object": self._chunk_kind, "choices": [], "usage": usage(event)}
+                    yield server_sent(self._head | end | self._report(event))
             elif event is None:
                 yield ": the prompt is being read\n\n"
             else:
-                yield _event(self._to_error(event).body())
+                yield server_sent(self._context.to_error(event).body())
         yield "data: [DONE]\n\n"
 
-    def _deltas(self, text: str) -> list[dict[str, Any]]:
+    def _deltas(self, event: TextPiece | Finished) -> list[dict[str, Any]]:
         """Return the next parts of a stream."""
-        if not self._chat:
-            return [{"text": text}]
-        return [_delta(one) for one in ([text] if self._reader is None else self._reader.add(text))]
+        parts = self._parts.add(event)
+        return [_delta(one) for one in parts] if self._chat else [{"text": one} for one in parts]
 
     def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
         choice = {"index": 0, **fields, "finish_reason": reason}
         body = self._head | {"object": self._chunk_kind, "choices": [choice]}
-        return _event(body | ({"usage": None} if self._with_usage else {}))
+        return server_sent(body | ({"usage": None} if self._with_usage else {}))
 
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._chat:
@@ -427,20 +423,22 @@ def usage(answer: Finished) -> dict[str, Any]:
     }
 
 
-def _call(part: CallPart) -> dict[str, Any]:
-    """Return the beginning of a call."""
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+def _message(parts: Sequence[str | AnswerCall]) -> dict[str, Any]:
+    """Return an answer's message."""
+    content = "".join(one for one in parts if isinstance(one, str))
+    calls = [_call(one) for one in parts if isinstance(one, AnswerCall)]
+    return {"role": "assistant", "content": content} | (
+        {"content": content or None, "tool_calls": calls} if calls else {}
+    )
+
+
+def _call(call: AnswerCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _delta(part: str | CallPart) -> dict[str, Any]:
     """Return a part of an answer as a part of a stream."""
     if isinstance(part, str):
         return {"delta": {"content": part}}
-    call = _call(part) if part.name else {"function": {"arguments": part.arguments}}
+    call = _call(AnswerCall(part.name, part.arguments)) if part.name else {"function": {"arguments": part.arguments}}
     return {"delta": {"tool_calls": [{"index": part.index, **call}]}}
-
-
-def _event(body: dict[str, Any]) -> str:
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text.translate(_LINE_ENDS)}\n\n"

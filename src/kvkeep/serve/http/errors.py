@@ -36,6 +36,8 @@ CLOSE = {"Connection": "close"}
 """The header of a response after which the server closes the connection."""
 MAX_SENTENCE, MAX_PARAM = 1000, 200
 """Characters of an error's sentence and field; they may quote what the client sent."""
+ANTHROPIC = "/v1/messages"
+"""The prefix of paths whose clients are Anthropic's."""
 FAILED = "failed"
 """The code of an error that the client did not cause."""
 
@@ -74,12 +76,19 @@ class APIError(HTTPException):
         """Return the error object."""
         return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Return the error as an HTTP response."""
+    def anthropic(self) -> dict[str, Any]:
+        """Return the error object as Anthropic's clients read it."""
+        kind = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}.get(self.status_code)
+        kind = kind or ("api_error" if self.status_code >= 500 else self.kind)
+        return {"type": "error", "error": {"type": kind, "message": self.detail}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the error as an HTTP response to a request for ``path``."""
         retry = self.status_code in (429, 503)
         headers = ({"Retry-After": str(RETRY_AFTER_S)} if retry else {}) | {**(self.headers or {})}
         headers |= {"WWW-Authenticate": "Bearer"} if self.status_code == 401 else {}
-        return JSONResponse(self.body(), self.status_code, headers)
+        body = self.anthropic() if path.startswith(ANTHROPIC) else self.body()
+        return JSONResponse(body, self.status_code, headers)
 
 
 # -- any exception ----------------------------------------------------------------------------------------
@@ -135,7 +144,7 @@ def naming_field(field: str) -> Iterator[None]:
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     """Return the response for an exception of a route."""
     found: APIError = request.app.state.metrics.rejected(error)
-    return found.response()
+    return found.response(request.url.path)
 
 
 async def _handle_validation(request: Request, error: Exception) -> JSONResponse:

@@ -92,11 +92,13 @@ class Strict(BaseModel):
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Values with which a field asks for nothing, as clients send it. With others, the field is not supported."""
+    hints: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may say anything: what they ask for cannot change an answer."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_void(cls, given: Any) -> Any:
-        """Leave out null and what asks for nothing. Refuse many fields, each of which could be an error."""
+        """Leave out null, hints and what asks for nothing. Refuse many fields, each of which could be an error."""
         if not isinstance(given, dict):
             return given
         if len(given) > MAX_FIELDS:
@@ -105,14 +107,7 @@ class Strict(BaseModel):
 
     @classmethod
     def _is_void(cls, name: str, given: Any) -> bool:
-        return any(type(given) is type(one) and given == one for one in cls.void.get(name, ()))
-
-
-class StreamOptions(Strict):
-    """Options of a stream."""
-
-    include_usage: bool = False
-    """Send a final chunk with the token counts."""
+        return name in cls.hints or any(type(given) is type(one) and given == one for one in cls.void.get(name, ()))
 
 
 class Extension(Strict):
@@ -173,16 +168,33 @@ class Reply(Protocol):
         """Yield the answer as server-sent events. None: nothing has happened for a while."""
 
 
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters at which clients that read lines cut an event, and that JSON does not escape by itself."""
+
+
+def server_sent(body: Mapping[str, Any], name: str | None = None) -> str:
+    """Return a server-sent event. name: its type; None: it has none."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"{'' if name is None else f'event: {name}' + chr(10)}data: {text.translate(_LINE_ENDS)}\n\n"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a reply knows besides its request."""
+
+    model: str
+    """The model's name."""
+    prompt_tokens: int
+    to_error: Callable[[Exception], APIError]
+    """Converts an exception within a stream to an error."""
+    report: Callable[[Finished], Mapping[str, Any]] = lambda _: {}
+    """Returns what the reply says of an answer in the field ``kvkeep``."""
+
+
 class AnswerRequest(Strict):
     """The fields of every request for an answer."""
 
-    void: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "n": (1,), "store": (False,), "metadata": ({},), "logit_bias": ({},), "service_tier": ("auto", "default"),
-    }  # fmt: skip
-
     model: Name
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The maximum number of tokens of the answer."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -190,38 +202,28 @@ class AnswerRequest(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: Name | None = None
     kvkeep: Extension = Extension()
-
-    @field_validator("stream_options")
-    @classmethod
-    def _of_a_stream(cls, given: StreamOptions, known: ValidationInfo) -> StreamOptions:
-        if known.data.get("stream") is False:
-            raise wrong("it needs 'stream': true; add that, or leave it out")
-        return given
-
-    @property
-    def usage_in_stream(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     @abstractmethod
     def given(self) -> Prompt:
-        """Return the prompt. A worker thread calls this."""
-
-    @property
-    def token_limit(self) -> int | None:
-        """The maximum number of tokens of the answer, if the request sets one."""
-        return self.max_tokens
+        """Return the prompt. A worker thread calls this. Raises APIError for a conversation that cannot be."""
 
     @property
     @abstractmethod
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens of the answer, if the request sets one."""
+
+    @property
+    def stops(self) -> list[str]:
+        """Strings that end the answer."""
+        return []
+
+    @property
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
+        return None
 
     def form(self) -> tuple[str, FormOf] | None:
         """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
@@ -239,8 +241,7 @@ class AnswerRequest(Strict):
             self.temperature, self.top_p, self.top_k, self.min_p,
             self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed, grammar,
         )  # fmt: skip
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Ask(prompt, max_tokens, sampling, stops, self.logprob_count)
+        return Ask(prompt, max_tokens, sampling, self.stops, self.logprob_count)
 
     def cache(self) -> dict[str, Any]:
         """Return method and budget, if the request names them."""
@@ -248,8 +249,8 @@ class AnswerRequest(Strict):
         return {name: one for name, one in options.items() if one is not None}
 
     @abstractmethod
-    def reply(self, model: str, to_error: Callable[[Exception], APIError]) -> Reply:
-        """Return the reply, which has no events yet. to_error: converts an exception within a stream to an error."""
+    def reply(self, context: Context) -> Reply:
+        """Return the reply, which has no events yet."""
 
 
 # -- prompts ----------------------------------------------------------------------------------------------

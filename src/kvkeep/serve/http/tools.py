@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from kvkeep.serve.http.conversation import called
 from kvkeep.serve.http.protocol import Name, Object, Strict, Text, readable, wrong
 
 MAX_TOOLS = 1000
@@ -37,17 +39,18 @@ class Tool(Strict):
         return self.model_dump(exclude_unset=True)
 
 
-def _no_name_twice(tools: Any) -> Any:
+def named_once(tools: Any) -> Any:
+    """Return a request's tools, if no two functions have one name."""
     if isinstance(tools, list):
-        functions = [one.get("function") for one in tools if isinstance(one, dict)]
+        functions = [one.get("function", one) for one in tools if isinstance(one, dict)]
         names = [one["name"] for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        twice = next((name for name, count in Counter(names).items() if count > 1), None)
         if twice is not None:
             raise wrong(f"two tools are called '{twice[:100]}'; rename one of them")
     return tools
 
 
-Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(_no_name_twice)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(named_once)]
 
 
 class NamedFunction(Strict):
@@ -93,5 +96,4 @@ class ToolCall(Strict):
 
     def described(self) -> dict[str, Any]:
         """Return the call as chat templates take it: its arguments are an object."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
-        return {"id": self.id, "type": "function", "function": function}
+        return called(self.id, self.function.name, json.loads(self.function.arguments or "{}"))

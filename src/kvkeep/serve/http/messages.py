@@ -1,0 +1,359 @@
+"""Anthropic's messages (``/v1/messages``) and the count of their tokens: the fields of requests, and replies."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from kvkeep.serve.http.conversation import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    AnswerCall,
+    AnswerForm,
+    AnswerParts,
+    called,
+    conversation,
+    tool,
+)
+from kvkeep.serve.http.protocol import (
+    MAX_STOPS,
+    AnswerRequest,
+    Context,
+    FormOf,
+    Name,
+    Object,
+    Prompt,
+    Reply,
+    Stop,
+    StreamEvent,
+    Strict,
+    Text,
+    server_sent,
+    wrong,
+)
+from kvkeep.serve.http.tools import MAX_TOOLS, named_once
+from kvkeep.serve.session import Finished
+
+# -- messages ---------------------------------------------------------------------------------------------
+
+
+class Block(Strict):
+    """A part of a message."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+
+
+class TextBlock(Block):
+    """A text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Thinking(Block):
+    """Reasoning of an earlier answer."""
+
+    hints: ClassVar[frozenset[str]] = Block.hints | {"signature"}
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedThinking(Block):
+    """Encrypted reasoning of another server's answer. No model reads it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUse(Block):
+    """A call in an earlier answer."""
+
+    hints: ClassVar[frozenset[str]] = Block.hints | {"caller"}
+
+    type: Literal["tool_use"]
+    id: Annotated[Name, Field(min_length=1)]
+    name: Name
+    input: Object
+
+
+Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class ToolResult(Block):
+    """What a call returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: Texts = ""
+    is_error: bool = False
+    """The tool failed. Its content says so to the model."""
+
+
+AnyBlock = Annotated[TextBlock | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
+
+
+def _text(given: str | Sequence[TextBlock]) -> str:
+    return given if isinstance(given, str) else "\n".join(one.text for one in given)
+
+
+class InputMessage(Strict):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[list[AnyBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+    @model_validator(mode="after")
+    def _blocks_of_roles(self) -> InputMessage:
+        for one in self.content if not isinstance(self.content, str) else ():
+            of_answers = isinstance(one, Thinking | RedactedThinking | ToolUse)
+            if (of_answers and self.role != "assistant") or (isinstance(one, ToolResult) and self.role != "user"):
+                raise wrong(f"a message of the role '{self.role}' has no part of the type '{one.type}'")
+        return self
+
+    def plain(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages that it is for chat templates: each result of a call is one of its own."""
+        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        for one in blocks:
+            if isinstance(one, ToolResult):
+                content = f"Error: {_text(one.content)}" if one.is_error else _text(one.content)
+                yield {"role": "tool", "content": content, "tool_call_id": one.tool_use_id}
+        texts = [one for one in blocks if isinstance(one, TextBlock)]
+        found: dict[str, Any] = {"role": self.role, "content": _text(texts)}
+        thoughts = "\n".join(one.thinking for one in blocks if isinstance(one, Thinking))
+        calls = [called(one.id, one.name, one.input) for one in blocks if isinstance(one, ToolUse)]
+        if texts or calls or thoughts or not blocks:
+            yield (
+                found | ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+            )
+
+
+Messages = Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
+# -- requests ---------------------------------------------------------------------------------------------
+
+
+class CustomTool(Strict):
+    """A tool."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({
+        "cache_control", "strict", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples",
+    })  # fmt: skip
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[Name, Field(min_length=1)]
+    description: Text | None = None
+    input_schema: Object
+    """The JSON Schema of its arguments."""
+
+
+Tools = Annotated[list[CustomTool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(named_once)]
+
+
+class ToolChoice(Strict):
+    """Which tools the answer may call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _with_name(self) -> ToolChoice:
+        if (self.type == "tool") is not (self.name is not None):
+            raise wrong("'name' belongs to the type 'tool', and to no other")
+        return self
+
+
+class OutputFormat(Strict):
+    """The form of an answer."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Object, Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """How the answer is made."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
+
+    format: OutputFormat | None = None
+
+
+class CountRequest(Strict):
+    """``POST /v1/messages/count_tokens``, and the fields of a prompt."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({
+        "betas", "billing_policy", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
+        "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
+    })  # fmt: skip
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {"tools": ([],), "mcp_servers": ([],), "system": ("", [])}
+
+    model: Name
+    messages: Messages
+    system: Texts | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None
+
+    @model_validator(mode="after")
+    def _of_tools(self) -> CountRequest:
+        names, choice = [one.name for one in self.tools or ()], self.tool_choice
+        if choice.name is not None and choice.name not in names:
+            raise wrong(f"'tool_choice' names the tool '{choice.name[:100]}', which 'tools' has not; add it")
+        if choice.type == "any" and not names:
+            raise wrong("'tool_choice' is 'any', which needs 'tools'; add them, or leave it out")
+        return self
+
+    def given(self) -> Prompt:
+        """Return the conversation up to its answer, or to the end of an answer that is the last message."""
+        system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        messages = [*system, *(one for message in self.messages for one in message.plain())]
+        last = self.messages[-1]
+        continues = last.role == "assistant" and not messages[-1].get("tool_calls")
+        return conversation(messages, self.answer_form.tools, "messages", continues)
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        """What the answer may be."""
+        choice, format_ = self.tool_choice, self.output_config.format or self.output_format
+        field = "output_config.format" if self.output_config.format else "output_format"
+        return AnswerForm(
+            [tool(one.name, one.description, one.input_schema) for one in self.tools or ()],
+            "none" if choice.type == "none" else "required" if choice.type == "any" else "auto",
+            choice.name,
+            not choice.disable_parallel_tool_use,
+            None if format_ is None else format_.schema_,
+            field,
+        )
+
+
+class MessagesRequest(CountRequest, AnswerRequest):
+    """``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    """The maximum number of tokens of the answer."""
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+
+    @property
+    def token_limit(self) -> int:
+        """The maximum number of tokens of the answer."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """Strings that end the answer."""
+        return self.stop_sequences or []
+
+    def form(self) -> tuple[str, FormOf] | None:
+        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
+        return self.answer_form.form() or super().form()
+
+    def reply(self, context: Context) -> Reply:
+        """Return the reply."""
+        return MessageReply(context, self.answer_form)
+
+
+# -- replies ----------------------------------------------------------------------------------------------
+
+
+class MessageReply:
+    """The reply of a request."""
+
+    def __init__(self, context: Context, form: AnswerForm) -> None:
+        self._context, self._parts = context, AnswerParts(form.reader())
+        self._head: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": context.model,
+        }  # fmt: skip
+
+    def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
+        """Return the answer as one object. Raises the error that ended it."""
+        last, parts = self._parts.all(events)
+        content: list[dict[str, Any]] = []
+        for one in parts:
+            if isinstance(one, AnswerCall):
+                content.append(_tool_use(one) | {"input": json.loads(one.arguments) if _is_complete(one) else {}})
+            else:
+                content.append({"type": "text", "text": one})
+        report = self._context.report(last)
+        return (
+            self._head
+            | {"content": content, **self._end(last), "usage": usage(last)}
+            | ({"kvkeep": report} if report else {})
+        )
+
+    def _end(self, answer: Finished) -> dict[str, Any]:
+        """Return why an answer ended."""
+        if answer.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+        ended = "tool_use" if self._parts.calls else "end_turn"
+        return {"stop_reason": ended if answer.reason == "stop" else "max_tokens", "stop_sequence": None}
+
+    async def stream(self, events: AsyncIterator[StreamEvent | None]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events. An error is an event of its own, and None is a ``ping``."""
+        began = {"input_tokens": self._context.prompt_tokens, "output_tokens": 0}
+        message = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": began}
+        yield _event("message_start", message=message)
+        index, kind = -1, ""  # the block that is open
+        async for event in events:
+            if event is None:
+                yield _event("ping")
+                continue
+            if isinstance(event, Exception):
+                yield server_sent(self._context.to_error(event).anthropic(), "error")
+                return
+            for part in self._parts.add(event):
+                text, name = (part, "") if isinstance(part, str) else (part.arguments, part.name)
+                if name or not kind or (kind == "text") is not isinstance(part, str):
+                    if kind:
+                        yield _event("content_block_stop", index=index)
+                    index, kind = index + 1, "text" if isinstance(part, str) else "tool_use"
+                    block = _tool_use(AnswerCall(name)) if name else {"type": "text", "text": ""}
+                    yield _event("content_block_start", index=index, content_block=block)
+                if text:
+                    delta = {"type": "text_delta", "text": text} if kind == "text" else {
+                        "type": "input_json_delta", "partial_json": text,
+                    }  # fmt: skip
+                    yield _event("content_block_delta", index=index, delta=delta)
+            if isinstance(event, Finished):
+                if kind:
+                    yield _event("content_block_stop", index=index)
+                report = self._context.report(event)
+                yield _event(
+                    "message_delta",
+                    delta=self._end(event),
+                    usage=usage(event),
+                    **({"kvkeep": report} if report else {}),
+                )
+                yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return server_sent({"type": kind, **fields}, kind)
+
+
+def _is_complete(call: AnswerCall) -> bool:
+    """Return whether a call's arguments are complete: an answer may be cut off within them."""
+    try:
+        return isinstance(json.loads(call.arguments), dict)
+    except ValueError:
+        return False
+
+
+def _tool_use(call: AnswerCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_", 1), "name": call.name, "input": {}}
+
+
+def usage(answer: Finished) -> dict[str, Any]:
+    """Return the numbers of tokens. ``input_tokens`` are those that were read."""
+    return {
+        "input_tokens": answer.read,
+        "cache_read_input_tokens": answer.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": answer.written,
+    }
