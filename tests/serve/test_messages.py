@@ -159,7 +159,11 @@ def use(number: str, **change: Any) -> dict[str, Any]:
         ({"messages": [*ASK, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "'x'"),
         ({"messages": [*ASK, use("1"), use("1")]}, "two calls have the id '1'"),
         ({"messages": [{"role": "user", "content": use("1")["content"]}]}, "no part of the type 'tool_use'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'messages.0.content.0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "'messages.0.content.0' is wrong",
+        ),
+        ({"messages": [use("1", input=1)]}, "'messages.0.content.0.input' has to be"),
         ({"messages": []}, "needs at least 1"),
         ({"mcp_servers": [{"name": "a"}]}, "'mcp_servers' is not supported"),
     ],

@@ -2,6 +2,7 @@
 
 FOLDER/kvkeep-store                   the version of the format
 FOLDER/blocks/OWNER/…                 blocks (kvkeep.blocks.folder)
+FOLDER/records/OWNER/…                what a server answered (kvkeep.blocks.records)
 FOLDER/sessions/OWNER/NAME.session/   references (kvkeep.blocks.references); without OWNER for the command line
 
 The folder may be removed or replaced while programs use it. So a program looks for the version before it writes.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.blocks.folder import LOCK, BlockFolder, BlockName
+from kvkeep.blocks.records import Records
 from kvkeep.blocks.references import Reference, SessionFiles, checked, newest, unwritable
 from kvkeep.blocks.text import belongs_to_sessions, state_key, tail_key
 from kvkeep.errors import (
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 MARKER = "kvkeep-store"
 """The name of the file with the version of the format."""
 VERSION = 1
-FOLDERS = ("blocks", "sessions")
+FOLDERS = ("blocks", "sessions", "records")
 """The names of the folders in a store."""
 _OF_DISKS = "lost+found"
 """The name of a folder that the root of a disk has."""
@@ -125,6 +127,7 @@ class Store:
     def __init__(self, folder: str | os.PathLike[str], *, quota: int | None = QUOTA, age: float | None = None) -> None:
         self.folder, self.age = Path(folder), age
         self.blocks = BlockFolder(self.folder / "blocks", quota)
+        self.records = Records(self.folder / "records")
         self._sessions: Any = self.folder / "sessions"
 
     @property
@@ -280,6 +283,8 @@ class Store:
                     self.remove(name)
                     gone += 1
         self.blocks.evict(self.age)
+        with suppress(OSError):
+            self.records.evict(self.age)
         with suppress(OSError):
             remove_abandoned(self.folder)
             left = self.blocks.names(unused_s=ABANDONED_S)

@@ -287,8 +287,10 @@ class BucketStore(Store):
         return BucketSession(PurePosixPath(self.path(name)), self.bucket)
 
     def evict(self) -> int:
-        """Remove blocks over quota or age from the folder."""
+        """Remove blocks and records over quota or age from the folder."""
         self.blocks.evict(self.age)
+        with suppress(OSError):
+            self.records.evict(self.age)
         return 0
 
     def _names(self, owner: str | None = None) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from kvkeep.blocks.records import Records
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.pieces import TextPiece, token_texts
@@ -80,6 +81,9 @@ class Answering:
 
     def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
+        store = engine.sessions.storage.store
+        self.records = Records() if store is None else store.records
+        """What was answered."""
         self._tokenizer = loaded.tokenizer
         self._tokenizer("")  # resets the truncation and padding of a file, which must not happen in a worker
 

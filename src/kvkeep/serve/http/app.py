@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -40,6 +41,7 @@ from kvkeep.serve.http.completions import ChatRequest, TextRequest, TokenizeRequ
 from kvkeep.serve.http.errors import HANDLERS, APIError, new_request_id
 from kvkeep.serve.http.messages import CountRequest, MessagesRequest
 from kvkeep.serve.http.metrics import CONTENT_TYPE, Metrics
+from kvkeep.serve.http.responses import ResponseRequest
 from kvkeep.serve.http.sessions import session_routes
 
 with suppress(ImportError):  # starlette imports it with the first stream, which then waits; anyio may rename it
@@ -235,10 +237,36 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_answers(app: FastAPI, answering: Answering) -> None:
+    records = answering.records
+
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         """Answer a conversation."""
         return await answering.respond(request, await read_body(request, ChatRequest))
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Any:
+        """Answer a conversation as OpenAI's newer clients send it."""
+        body = await read_body(request, ResponseRequest)
+        return await answering.respond(request, body.using(records.of(request.state.owner)))
+
+    @app.get("/v1/responses/{number}")
+    async def response_of(request: Request, number: str) -> Any:
+        """Return a recorded response."""
+        return (await recorded(request, number))["response"]
+
+    @app.delete("/v1/responses/{number}")
+    async def remove_response(request: Request, number: str) -> Any:
+        """Remove a recorded response."""
+        await recorded(request, number)
+        await asyncio.to_thread(records.remove, request.state.owner, number)
+        return {"id": number, "object": "response", "deleted": True}
+
+    async def recorded(request: Request, number: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(records.get, request.state.owner, number)
+        if found is None or "response" not in found:
+            raise APIError(404, f"There is no response '{number[:100]}'.", "not_found")
+        return found
 
     @app.post("/v1/messages")
     async def message(request: Request) -> Any:

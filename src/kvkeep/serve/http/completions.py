@@ -13,7 +13,15 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from kvkeep.decode.tool_calls import CallPart, CallReader
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
-from kvkeep.serve.http.conversation import MAX_MESSAGES, MAX_PARTS, AnswerCall, AnswerForm, AnswerParts, conversation
+from kvkeep.serve.http.conversation import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    AnswerCall,
+    AnswerForm,
+    AnswerParts,
+    conversation,
+    joined,
+)
 from kvkeep.serve.http.protocol import (
     MAX_STOPS,
     AnswerRequest,
@@ -241,15 +249,14 @@ class ChatRequest(CompletionRequest):
 
     @property
     def _form(self) -> AnswerForm:
-        given, chosen = self.response_format, self.tool_choice
-        only = chosen.function.name if isinstance(chosen, NamedTool) else None
+        given, choice = self.response_format, self.tool_choice
         schema = (
             None if given is None else {"type": "object"} if given.json_schema is None else given.json_schema.schema_
         )
         tools = [one.described() for one in self.tools or ()]
-        return AnswerForm(
-            tools, "auto" if isinstance(chosen, NamedTool) else chosen, only, self.parallel_tool_calls, schema
-        )
+        if isinstance(choice, NamedTool):
+            return AnswerForm(tools, "required", [choice.function.name], False, schema)
+        return AnswerForm(tools, choice, None, self.parallel_tool_calls, schema)
 
     def form(self) -> tuple[str, FormOf] | None:
         """Return the form of the answer, as :meth:`AnswerRequest.form`."""
@@ -339,7 +346,7 @@ class Choices:
         """Return the answer as one object. Raises the error that ended it."""
         last, parts = self._parts.all(events)
         tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
-        choice: dict[str, Any] = {"message": _message(parts)} if self._chat else {"text": last.text}
+        choice: dict[str, Any] = {"message": _message(joined(parts))} if self._chat else {"text": last.text}
         choice |= {"index": 0, "finish_reason": self._reason(last)}
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
         return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)} | self._report(last)

@@ -77,8 +77,9 @@ class AnswerForm:
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools that it may call, as chat templates take them."""
     choice: Literal["none", "auto", "required"] = "auto"
-    only: str | None = None
-    """The only tool that it may call, and has to."""
+    """Whether it calls tools."""
+    allowed: Sequence[str] | None = None
+    """The names of the only tools that it may call; None: all."""
     several: bool = True
     """It may have several calls."""
     schema: Mapping[str, Any] | None = None
@@ -90,15 +91,15 @@ class AnswerForm:
     def names(self) -> list[str]:
         """The names of the tools that the answer may call."""
         known = [one["function"]["name"] for one in self.tools]
-        return [] if self.choice == "none" else [one for one in known if self.only in (None, one)]
+        return [] if self.choice == "none" else [one for one in known if self.allowed is None or one in self.allowed]
 
     def form(self) -> tuple[str, FormOf] | None:
         """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
         text."""
         if names := self.names:
             schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in self.tools}
-            required, several = self.only is not None or self.choice == "required", self.several and self.only is None
-            return "tools", Calls([(one, schemas[one]) for one in names], required, several, self.schema).form
+            calls = Calls([(one, schemas[one]) for one in names], self.choice == "required", self.several, self.schema)
+            return "tools", calls.form
         schema = self.schema
         return None if schema is None else (self.field, lambda *_: of_schema(schema))
 
@@ -142,20 +143,25 @@ class AnswerParts:
             return [event.text] if event.text else []
         return self._reader.add(event.text)
 
-    def all(self, events: Sequence[StreamEvent]) -> tuple[Finished, list[str | AnswerCall]]:
-        """Return the end of a complete answer, and its texts and calls in order. Raises the error that ended it."""
+    def all(self, events: Sequence[StreamEvent]) -> tuple[Finished, list[Part]]:
+        """Return the end and the parts of a complete answer. Raises the error that ended it."""
         last = events[-1]
         if isinstance(last, Exception):
             raise last
         assert isinstance(last, Finished)
-        found = list[str | AnswerCall]()
-        for part in [*self.add(TextPiece(last.text)), *self.add(last)]:
-            before = found[-1] if found else None
-            if isinstance(part, str):
-                found[-1:] = [before + part] if isinstance(before, str) else [*found[-1:], part]
-            elif part.name:
-                found.append(AnswerCall(part.name, part.arguments))
-            else:
-                assert isinstance(before, AnswerCall)
-                before.arguments += part.arguments
-        return last, found
+        return last, [*self.add(TextPiece(last.text)), *self.add(last)]
+
+
+def joined(parts: Iterable[Part]) -> list[str | AnswerCall]:
+    """Return the texts and calls of a complete answer in order."""
+    found = list[str | AnswerCall]()
+    for part in parts:
+        before = found[-1] if found else None
+        if isinstance(part, str):
+            found[-1:] = [before + part] if isinstance(before, str) else [*found[-1:], part]
+        elif part.name:
+            found.append(AnswerCall(part.name, part.arguments))
+        else:
+            assert isinstance(before, AnswerCall)
+            before.arguments += part.arguments
+    return found

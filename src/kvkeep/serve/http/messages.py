@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
@@ -17,6 +17,7 @@ from kvkeep.serve.http.conversation import (
     AnswerParts,
     called,
     conversation,
+    joined,
     tool,
 )
 from kvkeep.serve.http.protocol import (
@@ -32,6 +33,7 @@ from kvkeep.serve.http.protocol import (
     StreamEvent,
     Strict,
     Text,
+    by_type,
     server_sent,
     wrong,
 )
@@ -94,7 +96,14 @@ class ToolResult(Block):
     """The tool failed. Its content says so to the model."""
 
 
-AnyBlock = Annotated[TextBlock | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("-text")]
+    | Annotated[Thinking, Tag("-thinking")]
+    | Annotated[RedactedThinking, Tag("-redacted_thinking")]
+    | Annotated[ToolUse, Tag("-tool_use")]
+    | Annotated[ToolResult, Tag("-tool_result")],
+    by_type("it is of a type that is not supported; send texts, calls and their results"),
+]
 
 
 def _text(given: str | Sequence[TextBlock]) -> str:
@@ -169,6 +178,11 @@ class ToolChoice(Strict):
         return self
 
 
+_CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
+    "auto": "auto", "any": "required", "tool": "required", "none": "none",
+}  # fmt: skip
+
+
 class OutputFormat(Strict):
     """The form of an answer."""
 
@@ -225,9 +239,9 @@ class CountRequest(Strict):
         field = "output_config.format" if self.output_config.format else "output_format"
         return AnswerForm(
             [tool(one.name, one.description, one.input_schema) for one in self.tools or ()],
-            "none" if choice.type == "none" else "required" if choice.type == "any" else "auto",
-            choice.name,
-            not choice.disable_parallel_tool_use,
+            _CHOICES[choice.type],
+            None if choice.name is None else [choice.name],
+            choice.name is None and not choice.disable_parallel_tool_use,
             None if format_ is None else format_.schema_,
             field,
         )
@@ -275,7 +289,7 @@ class MessageReply:
         """Return the answer as one object. Raises the error that ended it."""
         last, parts = self._parts.all(events)
         content: list[dict[str, Any]] = []
-        for one in parts:
+        for one in joined(parts):
             if isinstance(one, AnswerCall):
                 content.append(_tool_use(one) | {"input": json.loads(one.arguments) if _is_complete(one) else {}})
             else:

@@ -11,7 +11,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvkeep.decode.prompt import PromptText, prompt_text, texts_of
@@ -75,6 +84,18 @@ def readable(given: Any) -> Any:
     except ValueError:
         raise wrong("it contains half a character (a lone surrogate), or a number that is not finite") from None
     return given
+
+
+def by_type(wrong: str, kinds: Mapping[str, str] | None = None) -> Discriminator:
+    """Return what chooses one of several objects by its ``type``, each with a ``Tag`` of a hyphen and this type; one
+    without a type is a message. The hyphen keeps the tag out of errors' places. wrong: the reason if no object has the
+    type. kinds: tags of types that have one together."""
+
+    def tag(given: Any) -> str:
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return f"-{(kinds or {}).get(kind, kind) if isinstance(kind, str) else 'message'}"
+
+    return Discriminator(tag, custom_error_type="wrong", custom_error_message=wrong)
 
 
 Object = Annotated[dict[str, Any], AfterValidator(readable)]

@@ -1,0 +1,125 @@
+"""Records: small JSON objects by owner and name, in a folder of the store or in memory only.
+
+A server keeps what it answered: a later request names an earlier response, or sends an earlier answer back. The least
+recently used records are removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from kvkeep.errors import reason_of
+from kvkeep.files import make_folder, read_file, write_whole
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 64_000_000
+"""Bytes of all records, in memory and on disk each."""
+MAX_RECORD = 16_000_000
+"""Bytes of one record; a larger one is not kept."""
+
+
+class Records:
+    """Records in ``folder``, which is created with the first one; None: in memory only. Any thread may use them."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder, self._lock = folder, Lock()
+        self._known, self._bytes = OrderedDict[str, bytes](), 0
+
+    def of(self, owner: str) -> OwnerRecords:
+        """Return the records of one owner."""
+        return OwnerRecords(self, owner)
+
+    def put(self, owner: str, name: str, record: Mapping[str, Any]) -> None:
+        """Keep a record in the place of an earlier one. What cannot be written to the folder is in memory only."""
+        path, content = _path(owner, name), json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(content) > MAX_RECORD:
+            return
+        self._remember(path, content)
+        if self._folder is None:
+            return
+        try:
+            make_folder((self._folder / path).parent, self._folder)
+            write_whole(self._folder / path, lambda file: file.write(content), private=True)
+        except OSError as error:
+            log.warning("An answer is not recorded on disk: %s.", reason_of(error))
+
+    def get(self, owner: str, name: str) -> dict[str, Any] | None:
+        """Return a record; None: there is none, or it cannot be read."""
+        path = _path(owner, name)
+        with self._lock:
+            content = self._known.get(path)
+        if content is None and self._folder is not None:
+            with suppress(OSError):
+                content = read_file(self._folder / path, MAX_RECORD)
+                os.utime(self._folder / path)
+        if content is None:
+            return None
+        self._remember(path, content)
+        with suppress(ValueError):
+            found = json.loads(content)
+            return found if isinstance(found, dict) else None
+        return None
+
+    def remove(self, owner: str, name: str) -> None:
+        """Remove a record, if it is there."""
+        path = _path(owner, name)
+        with self._lock:
+            self._bytes -= len(self._known.pop(path, b""))
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / path).unlink()
+
+    def _remember(self, path: str, content: bytes) -> None:
+        with self._lock:
+            self._bytes += len(content) - len(self._known.pop(path, b""))
+            self._known[path] = content
+            while self._bytes > MAX_BYTES:
+                self._bytes -= len(self._known.popitem(last=False)[1])
+
+    def evict(self, age: float | None) -> None:
+        """Remove the records that were not used for ``age`` seconds (None: no limit), and the least recently used ones
+        over the limit, from the folder. Raises OSError."""
+        if self._folder is None:
+            return
+        found = [(facts.st_mtime, facts.st_size, path) for path in self._folder.glob("*/*") for facts in (path.stat(),)]
+        total = sum(size for _, size, _ in found)
+        for used, size, path in sorted(found):
+            if total > MAX_BYTES or (age is not None and time.time() - used > age):
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+@dataclass(frozen=True)
+class OwnerRecords:
+    """The records of one owner, by name."""
+
+    records: Records
+    owner: str
+
+    def put(self, name: str, record: Mapping[str, Any]) -> None:
+        """Keep a record in the place of an earlier one."""
+        self.records.put(self.owner, name, record)
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """Return a record; None: there is none, or it cannot be read."""
+        return self.records.get(self.owner, name)
+
+    def remove(self, name: str) -> None:
+        """Remove a record, if it is there."""
+        self.records.remove(self.owner, name)
+
+
+def _path(owner: str, name: str) -> str:
+    return f"{owner}/{hashlib.sha256(name.encode()).hexdigest()[:40]}"
