@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from scripted import ALPHABET, BEGIN, END, START, Vocabulary, byte_level, scripted, write_gguf
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -23,27 +22,18 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start|>' if tools and not results else '<s>' }}{% endif %}"
 )
 """It writes tools, calls and results as Hermes does. An answer begins after START if it has to be a call."""
-Call = tuple[str, Mapping[str, Any]]
-"""The name of a tool, and arguments."""
-CALL_END = "}\n</tool_call>"
 
 
-def vocabulary(calls: Iterable[Call], words: Iterable[bytes] = ()) -> Vocabulary:
-    """The vocabulary of a model that makes these calls. words: further tokens."""
-    return byte_level(*words, "<tool_call>", CALL_END, ANSWER, *(piece for call in calls for piece in pieces(call)))
+def vocabulary(tool: str, value: str, words: Iterable[bytes] = ()) -> Vocabulary:
+    """The vocabulary of a model that calls ``tool``. words: further tokens."""
+    return byte_level(*words, "<tool_call>", ANSWER, f'{tool}"', f": {json.dumps(value)}}}")
 
 
-def pieces(call: Call) -> tuple[str, str]:
-    """The two tokens of a call, after its mark: a form allows no token across the beginning of its arguments."""
-    return f'\n{{"name": {json.dumps(call[0])}, "arguments": ', json.dumps(call[1])
-
-
-def script(made: Vocabulary, calls: Iterable[Call]) -> dict[int, int | list[int]]:
-    """The successors: a call of a tool that the request has, or the answer."""
-    parts = [pieces(call) for call in calls]
-    answers = ([START, "<tool_call>"], [BEGIN, ANSWER, END], *([*part, CALL_END, END] for part in parts))
-    found: dict[int, int | list[int]] = {**made.script(*answers)}
-    return found | {made.id("<tool_call>"): [made.id(name) for name, _ in parts]}
+def script(made: Vocabulary, tool: str, value: str) -> dict[int, int | list[int]]:
+    """The successors. A quote comes where the form of a call leaves a choice: before the tool's name, and before the
+    value of its one argument."""
+    found = made.script([START, "<tool_call>"], [BEGIN, ANSWER, END])
+    return {**found, made.id('"'): [made.id(f'{tool}"'), made.id(f": {json.dumps(value)}}}")]}
 
 
 def rest(made: Vocabulary) -> dict[int, float]:
@@ -51,17 +41,17 @@ def rest(made: Vocabulary) -> dict[int, float]:
     return {made.id(piece): logit for piece, logit in ((END, 14.0), ('"', 12.0), ("}", 8.0), ("]", 7.0), (",", 6.0))}
 
 
-def agent_model(*calls: Call, positions: int = 4096) -> Loaded:
-    """The model in memory."""
-    made = vocabulary(calls)
-    return scripted(made, script(made, calls), TEMPLATE, positions, rest(made))
+def agent_model(tool: str, value: str, positions: int = 4096) -> Loaded:
+    """The model in memory. value: what the tool gets as its first argument."""
+    made = vocabulary(tool, value)
+    return scripted(made, script(made, tool, value), TEMPLATE, positions, rest(made))
 
 
-def write_agent(path: Path, *calls: Call, positions: int = 65_536) -> None:
+def write_agent(path: Path, tool: str, value: str, positions: int = 65_536) -> None:
     """The same as a file. It knows words of this repository's pages, so that the texts of a real agent are no longer
     than other models find them."""
-    made = vocabulary(calls, words())
-    write_gguf(path, made, script(made, calls), TEMPLATE, positions, rest=rest(made))
+    made = vocabulary(tool, value, words())
+    write_gguf(path, made, script(made, tool, value), TEMPLATE, positions, rest=rest(made))
 
 
 @cache
@@ -74,4 +64,4 @@ def words(count: int = 2000) -> tuple[bytes, ...]:
     inner.train(pages, trainers.BpeTrainer(vocab_size=256 + count, initial_alphabet=alphabet, show_progress=False))
     bytes_of = {letter: bytes([byte]) for byte, letter in ALPHABET.items()}
     found = sorted(inner.get_vocab().items(), key=lambda one: one[1])
-    return tuple(b"".join(bytes_of[letter] for letter in token) for token, _ in found[256:])
+    return tuple(b"".join(bytes_of[letter] for letter in token) for token, _ in found[256:] if '"' not in token)

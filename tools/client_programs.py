@@ -24,7 +24,7 @@ SCHEMA = {
     "required": ["path"],
     "additionalProperties": False,
 }
-TOOL = "read_file"
+TOOL = "read_notes"
 MINI_COMMAND = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat notes.txt"
 """The command with which mini-swe-agent ends."""
 Outcome = tuple[list[str], str]
@@ -150,12 +150,12 @@ def recorded() -> tuple[list[str], Callable[[str], str]]:
     """Return the tool as a function, and the list to which it adds the paths that it gets."""
     paths = list[str]()
 
-    def read_file(path: str) -> str:
+    def read_notes(path: str) -> str:
         """Read a file."""
         paths.append(path)
         return RESULT
 
-    return paths, read_file
+    return paths, read_notes
 
 
 def openai_agents(url: str, key: str, model: str, chat: bool) -> Outcome:

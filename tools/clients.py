@@ -5,8 +5,8 @@ python tools/clients.py [--python PYTHON] [--agents FOLDER] [--model MODEL] [--f
 PYTHON has the packages of tools/client_programs.py (pip install openai anthropic openai-agents mini-swe-agent
 'pydantic-ai-slim[openai,anthropic]' langchain-openai). FOLDER has the agents of ``kvkeep agent`` (npm install
 @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code). Without MODEL, the model is scripted:
-it calls a tool that reads notes.txt, and gives an answer that is known. NAME: a program or an agent; all of them if none
-is named. --twice: each runs twice, and the second time shows what comes from the cache.
+it calls a tool that reads notes.txt, and gives an answer that is known. NAME: a program or an agent; all of them if
+none is named. --twice: each runs twice, and the second time shows what comes from the cache.
 
 Each client has a home and a folder of its own, and reaches the server through a recorder. FILE gets the names of all
 fields in the requests, by path of the request, never a text.
@@ -28,6 +28,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,6 +136,18 @@ def command(name: str, server: Endpoint, options: argparse.Namespace) -> tuple[l
     return [path, *setup.arguments, *HEADLESS[name]], {**setup.environment}
 
 
+def call_of(name: str, notes: str) -> tuple[str, str]:
+    """Return the tool that the scripted model of a client calls, and its argument."""
+    known = {
+        "claude": ("Read", notes),
+        "codex": ("exec_command", f"cat {notes}"),
+        "opencode": ("read", notes),
+        "qwen": ("read_file", notes),
+        "mini-swe-agent chat": ("bash", MINI_COMMAND),
+    }
+    return known.get(name, (TOOL, "notes.txt"))
+
+
 def tokens(url: str) -> tuple[int, int]:
     """Return how many tokens of prompts the server has read, and how many it had in a cache."""
     lines = urlopen(f"{url}/metrics").read().decode().splitlines()
@@ -209,28 +222,22 @@ def main() -> None:
         model = options.model or "scripted.gguf"
         notes = f"{parent}/notes.txt"
         Path(notes).write_text(NOTES)
-        if options.model is None:
-            calls = [
-                (TOOL, {"path": "notes.txt"}),
-                ("bash", {"command": MINI_COMMAND}),
-                ("read", {"filePath": notes}),
-                ("read_file", {"file_path": notes}),
-                ("Read", {"file_path": notes}),
-                ("exec_command", {"cmd": f"cat {notes}"}),
-            ]
-            write_agent(Path(model), *calls)
         print("| client | requests go to | requests | statuses | tool called | answered | read | cached | seconds |")
         print("| --- | --- | ---: | --- | --- | --- | ---: | ---: | ---: |")
-        with started(model, options.memory, "kvkeep") as server:
-            for name in options.names or known:
-                folder = Path(parent) / name.replace(" ", "-").replace(",", "")
-                (folder / "home").mkdir(parents=True)
-                (folder / "notes.txt").symlink_to(notes)
-                for _ in range(2 if options.twice else 1):
-                    row, recorded = run(name, server, folder, options)
-                    print(f"| {' | '.join(row)} |", flush=True)
-                    for path, found in recorded.fields.items():
-                        fields.setdefault(name, {})[path] = sorted(found)
+        chosen = options.names or known
+        for call, clients in groupby(chosen, lambda name: None if options.model else call_of(name, notes)):
+            if call is not None:
+                write_agent(Path(model), *call)
+            with started(model, options.memory, "kvkeep") as server:
+                for name in clients:
+                    folder = Path(parent) / name.replace(" ", "-").replace(",", "")
+                    (folder / "home").mkdir(parents=True)
+                    (folder / "notes.txt").symlink_to(notes)
+                    for _ in range(2 if options.twice else 1):
+                        row, recorded = run(name, server, folder, options)
+                        print(f"| {' | '.join(row)} |", flush=True)
+                        for path, found in recorded.fields.items():
+                            fields.setdefault(name, {})[path] = sorted(found)
     with nullcontext() if options.fields is None else open(options.fields, "w") as file:
         if file is not None:
             json.dump(fields, file, indent=1, sort_keys=True)
