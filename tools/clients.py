@@ -8,8 +8,8 @@ PYTHON has the packages of tools/client_programs.py (pip install openai anthropi
 it calls a tool that reads notes.txt, and gives an answer that is known. NAME: a program or an agent; all of them if
 none is named. --twice: each runs twice, and the second time shows what comes from the cache.
 
-Each client has a home and a folder of its own, and reaches the server through a recorder. FILE gets the names of all
-fields in the requests, by path of the request, never a text.
+Each client has a home of its own, works in a folder with notes.txt, and reaches the server through a recorder. FILE
+gets the names of all fields of their requests, by path, never a text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,7 +50,16 @@ HEADLESS: Mapping[str, tuple[str, ...]] = {
     "qwen": ("-p", QUESTION, "--yolo"),
 }
 """The arguments with which an agent answers one question."""
-OPAQUE = frozenset(["parameters", "input_schema", "schema", "arguments", "input", "metadata", "client_metadata"])
+OPAQUE = (
+    "arguments",
+    "client_metadata",
+    "input",
+    "input_schema",
+    "metadata",
+    "parameters",
+    "parsed_arguments",
+    "schema",
+)
 """Fields of objects whose names are the client's, unless they are lists of items."""
 
 
@@ -95,7 +104,7 @@ def recorder(server: str, recorded: Recorded) -> Iterator[str]:
             kept = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
             upstream.request(self.command, self.path, body or None, kept)
             reply = upstream.getresponse()
-            path = f"{self.command} {urlsplit(self.path).path}"
+            path = urlsplit(self.path).path
             said = reply.read() if reply.status >= 400 else b""
             with lock:
                 recorded.statuses[path, reply.status] += 1
@@ -156,18 +165,18 @@ def tokens(url: str) -> tuple[int, int]:
     return sum(int(float(value)) for value in found.values()) - cached, cached
 
 
-def run(name: str, server: Endpoint, folder: Path, options: argparse.Namespace) -> tuple[list[str], Recorded]:
+def run(name: str, server: Endpoint, home: Path, options: argparse.Namespace) -> tuple[list[str], Recorded]:
     """Run a client once. Return a row of the table, and its requests."""
-    home, recorded = folder / "home", Recorded()
+    recorded = Recorded()
     before, begun = tokens(server.url), time.monotonic()
     with recorder(server.url, recorded) as url:
         arguments, variables = command(name, replace(server, url=url), options)
-        environment = {**os.environ, "HOME": str(home), **variables}
+        environment = {**os.environ, "HOME": str(home), "PWD": os.getcwd(), **variables}
         for variable in [one for one in environment if one.startswith("XDG_")]:
             del environment[variable]
         try:
             done = subprocess.run(
-                arguments, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                arguments, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=LIMIT_S,
             )  # fmt: skip
             code, said = done.returncode, done.stdout
@@ -180,16 +189,15 @@ def run(name: str, server: Endpoint, folder: Path, options: argparse.Namespace) 
     for sentence in dict.fromkeys(recorded.errors):
         print(f"{name}: {sentence}", file=sys.stderr)
     if options.show:
-        print(f"{name}: {said.strip()}", file=sys.stderr)
+        print(f"{name}: {said.strip()}\n{done.stderr.strip() if done else ''}", file=sys.stderr)
     wanted = NOTES.strip() if "mini" in name else ANSWER
     answered = wanted in said if options.model is None else bool(said.strip())
     statuses = Counter[int]()
     for (_, status), count in recorded.statuses.items():
         statuses[status] += count
-    paths = [path.removeprefix("POST ") for path, _ in recorded.statuses if path.startswith("POST ")]
     row = [
         name,
-        ", ".join(dict.fromkeys(paths)),
+        ", ".join(recorded.fields),
         str(recorded.statuses.total()),
         ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())),
         "yes" if recorded.results or '"called": ["' in said else "no",
@@ -207,7 +215,7 @@ def main() -> None:
     parser.add_argument("--agents")
     parser.add_argument("--model")
     parser.add_argument("--memory", default="2GB")
-    parser.add_argument("--fields")
+    parser.add_argument("--fields", type=os.path.abspath)
     parser.add_argument("--twice", action="store_true")
     parser.add_argument("--show", action="store_true", help="print what the clients say")
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -215,12 +223,13 @@ def main() -> None:
     known = [*(PROGRAMS if options.python else ()), *(CLIENTS if options.agents else ())]
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"{unknown[0]} is none of: {', '.join(known)} (--python and --agents say where they are)")
-    fields: dict[str, dict[str, list[str]]] = {}
+    fields: dict[str, set[str]] = {}
     with tempfile.TemporaryDirectory() as parent:
         os.environ["KVKEEP_DATA"] = f"{parent}/data"
-        os.chdir(parent)
-        model = options.model or "scripted.gguf"
-        notes = f"{parent}/notes.txt"
+        os.mkdir(f"{parent}/work")
+        os.chdir(f"{parent}/work")
+        model = options.model or f"{parent}/scripted.gguf"
+        notes = f"{parent}/work/notes.txt"
         Path(notes).write_text(NOTES)
         print("| client | requests go to | requests | statuses | tool called | answered | read | cached | seconds |")
         print("| --- | --- | ---: | --- | --- | --- | ---: | ---: | ---: |")
@@ -230,18 +239,16 @@ def main() -> None:
                 write_agent(Path(model), *call)
             with started(model, options.memory, "kvkeep") as server:
                 for name in clients:
-                    folder = Path(parent) / name.replace(" ", "-").replace(",", "")
-                    (folder / "home").mkdir(parents=True)
-                    (folder / "notes.txt").symlink_to(notes)
+                    home = Path(parent) / name.replace(" ", "-")
+                    home.mkdir()
                     for _ in range(2 if options.twice else 1):
-                        row, recorded = run(name, server, folder, options)
+                        row, recorded = run(name, server, home, options)
                         print(f"| {' | '.join(row)} |", flush=True)
                         for path, found in recorded.fields.items():
-                            fields.setdefault(name, {})[path] = sorted(found)
-    with nullcontext() if options.fields is None else open(options.fields, "w") as file:
-        if file is not None:
-            json.dump(fields, file, indent=1, sort_keys=True)
-            file.write("\n")
+                            fields.setdefault(path, set()).update(found)
+    if options.fields is not None:
+        text = json.dumps({path: sorted(found) for path, found in sorted(fields.items())}, indent=1)
+        Path(options.fields).write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
@@ -13,7 +14,16 @@ from running import figures, serving
 from scripted_agent import ANSWER, agent_model
 
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.completions import ChatRequest
+from kvkeep.serve.http.messages import CountRequest, MessagesRequest
+from kvkeep.serve.http.responses import ResponseRequest
 
+REQUESTS: dict[str, Any] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/v1/responses": ResponseRequest,
+}
 FILE = Path(__file__).parents[2] / "tools" / "client_programs.py"
 
 
@@ -34,7 +44,16 @@ def address() -> Iterator[str]:
         yield found
 
 
-@pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if "mini" not in name])  # it has its own tool
+def cases() -> Iterator[Any]:
+    """All programs but that of mini-swe-agent, which has a tool of its own."""
+    for name in programs.PROGRAMS:
+        reason = "the server refuses 'parsed_arguments', which the package adds to calls; accept it, and remove this"
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if name == "openai chat, stream" else []
+        if "mini" not in name:
+            yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [*cases()])
 def test_a_client_calls_sends_the_result_and_gets_the_answer(name: str, address: str) -> None:
     package, run = programs.PROGRAMS[name]
     pytest.importorskip(package)
@@ -47,3 +66,13 @@ def test_a_client_calls_sends_the_result_and_gets_the_answer(name: str, address:
 def refused(address: str) -> float:
     """How many requests got an error."""
     return sum(value for name, value in figures(address).items() if name.startswith("kvkeep_requests_rejected_total"))
+
+
+def test_the_server_knows_every_field_that_clients_send() -> None:
+    """The names that ``tools/clients.py --fields`` has recorded. Another field would be a 400, which ends an agent."""
+    recorded = json.loads((Path(__file__).parents[1] / "fixtures" / "client_fields.json").read_text())
+    assert {*recorded} == {*REQUESTS}
+    for path, fields in recorded.items():
+        kind = REQUESTS[path]
+        names = {field.partition(".")[0].partition("[")[0] for field in fields}
+        assert len(names) > 2 and not names - {*kind.model_fields} - kind.hints, path
