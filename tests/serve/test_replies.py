@@ -28,9 +28,8 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
         yield Finished("stop", text, (1, 2), 3, 4, 2)
 
     async def read() -> str:
-        return "".join(
-            [one async for one in Choices(Context("tiny", 7, api_error), chat, False, with_usage).stream(events())]
-        )
+        reply = Choices(Context("tiny", "0" * 32, 7, api_error), chat, False, with_usage)
+        return "".join([one async for one in reply.stream(events())])
 
     return asyncio.run(read()).splitlines()
 

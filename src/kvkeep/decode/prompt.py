@@ -7,14 +7,16 @@ it at once.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
+from kvkeep.decode.replay import bodies, replayed
 from kvkeep.decode.texts import check_text
 from kvkeep.decode.tool_calls import described, knows_tools
 from kvkeep.engine.token_spelling import ALPHABET, SPACE
@@ -25,6 +27,10 @@ from kvkeep.native.room import has_room
 Messages = list[dict[str, Any]]
 """A role and a content each, and what belongs to calls of tools."""
 Tools = Sequence[Mapping[str, Any]]
+GENERATED = "generated"
+"""The field of a message that has an answer as it was generated (:class:`~kvkeep.decode.replay.Generated`)."""
+_FEW = 2
+"""Messages of a conversation that has no answer yet: their places are not looked for."""
 Span = tuple[int, int]
 """The place of the first character, and of the first one after it."""
 BYTES_PER_BYTE = 640
@@ -79,26 +85,61 @@ def _chat(tokenizer: Any, messages: Messages, tools: Tools) -> PromptText:
     """Return the text of a chat template. It is filled with a mark for each name of a special token in a message or a
     tool: a private-use character that occurs in none."""
     pattern = special_names(tokenizer)
+    generated = {number: one[GENERATED] for number, one in enumerate(messages) if GENERATED in one}
+    messages = [{name: part for name, part in one.items() if name != GENERATED} for one in messages]
     texts = [*texts_of(messages), *texts_of(tools)]
     hits = dict.fromkeys(() if pattern is None else (hit[0] for one in texts for hit in pattern.finditer(one)))
-    if pattern is None or not hits:
-        return PromptText(fill(tokenizer, messages, tools), begins=False)
     known = set().union(*texts)
     free = (chr(code) for code in chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)) if chr(code) not in known)
-    marks = dict(zip(hits, free, strict=False))
+    bodies_mark, marks = next(free), dict(zip(hits, free, strict=False))
+    if pattern is not None and hits:
 
-    def marked(text: str) -> str:
-        return pattern.sub(lambda hit: marks[hit[0]], text)
+        def marked(text: str) -> str:
+            return pattern.sub(lambda hit: marks[hit[0]], text)
 
-    filled_in = fill(tokenizer, _with_texts(messages, marked), _with_texts(tools, marked))
-    names: dict[str, str] = {mark: name for name, mark in marks.items()}
-    text, data, length = list[str](), list[tuple[int, int]](), 0
-    for part in _parts(f"[{''.join(names)}]", filled_in):
-        text.append(names.get(part, part))
-        if part in names:
-            data.append((length, length + len(text[-1])))
-        length += len(text[-1])
-    return PromptText("".join(text), data, begins=False)
+        messages, tools = _with_texts(messages, marked), _with_texts(tools, marked)
+    filled_in = fill(tokenizer, messages, tools)
+    several = generated or len(messages) > _FEW  # another fill costs milliseconds where tools are many
+    places = _bodies(tokenizer, filled_in, messages, tools, bodies_mark) if several else []
+    answers = dict[Span, Sequence[int]]()
+    for number, one in generated.items() if places else ():
+        start, end = places[number]
+        first, ids = replayed(tokenizer, filled_in[start:end], messages[number], one)
+        if ids:
+            answers[start + first, end] = ids
+    names = {mark: name for name, mark in marks.items()}
+    parts = [*_parts(f"[{''.join(names)}]", filled_in)] if names else [filled_in]
+    starts = [*accumulate(map(len, parts), initial=0)]
+    moved = [*accumulate((len(names.get(part, part)) for part in parts), initial=0)]
+
+    def there(span: Span) -> Span:
+        """Return the place with the names of special tokens in the place of their marks."""
+        at = [bisect_right(starts, place) - 1 for place in span]
+        first, last = (moved[part] + place - starts[part] for part, place in zip(at, span, strict=True))
+        return first, last
+
+    hidden = [(start, start + 1) for start, part in zip(starts, parts, strict=False) if part in names]
+    data = [span for span in hidden if not any(first <= span[0] < last for first, last in answers)]
+    return PromptText(
+        "".join(names.get(part, part) for part in parts),
+        [there(span) for span in data],
+        begins=False,
+        answers={there(span): ids for span, ids in answers.items()},
+        messages=[there(span) for span in places],
+    )
+
+
+def _bodies(tokenizer: Any, text: str, messages: Messages, tools: Tools, mark: str) -> list[Span]:
+    """Return the place in a filled template of what it writes for each message; empty: that is not known."""
+    kept = ("role", "name", "tool_call_id")
+    marked = [
+        {name: one[name] for name in kept if name in one} | {"content": f"{mark}{number}{mark}"}
+        for number, one in enumerate(messages)
+    ]
+    try:
+        return bodies(text, fill(tokenizer, marked, tools), mark, len(messages)) or []
+    except UsageError:  # it takes no result without its call
+        return []
 
 
 def texts_of(given: Any) -> Iterator[str]:
@@ -214,17 +255,23 @@ class PromptText:
     """Names of special tokens that are data, in the order of the text."""
     begins: bool = True
     """Whether the tokenizer adds the special tokens that begin a text. The text of most chat templates has them."""
+    answers: Mapping[Span, Sequence[int]] = field(default_factory=dict)
+    """The tokens of answers as they were generated, in the place of their texts (:mod:`kvkeep.decode.replay`)."""
+    messages: Sequence[Span] = ()
+    """The place of each message's text; empty: that is not known."""
 
     def __add__(self, other: PromptText) -> PromptText:
         shift = len(self.text)
         moved = ((start + shift, stop + shift) for start, stop in other.data)
-        return PromptText(self.text + other.text, [*self.data, *moved], self.begins)
+        return replace(self, text=self.text + other.text, data=[*self.data, *moved])
 
     def ids(self, tokenizer: Any) -> list[int]:
-        """Return the token ids. A name that is data is spelt by its characters; the texts between names are encoded by
-        themselves. Raises ModelError for a text that the tokenizer cannot read, and OutOfMemory."""
-        ends = [0, *(stop for _, stop in self.data)]
-        starts = [*(start for start, _ in self.data), len(self.text)]
+        """Return the token ids. A name that is data is spelt by its characters; the texts between names and generated
+        answers are encoded by themselves. Raises ModelError for a text that the tokenizer cannot read, and
+        OutOfMemory."""
+        spans = sorted([*self.data, *self.answers])
+        ends = [0, *(stop for _, stop in spans)]
+        starts = [*(start for start, _ in spans), len(self.text)]
         first, *others = (self.text[start:stop] for start, stop in zip(ends, starts, strict=True))
         with encoding(self.text):
             try:
@@ -234,8 +281,10 @@ class PromptText:
                 raise
             except Exception as error:  # tokenizers raises nothing more special
                 raise ModelError(f"The model's tokenizer cannot read this text ({str(error)[:100]}).") from error
-            for (start, stop), text, part in zip(self.data, others, parts, strict=True):
-                ids += _spelt(tokenizer, self.text[start:stop]) + _following(tokenizer, text, part)
+            for span, text, part in zip(spans, others, parts, strict=True):
+                given = self.answers.get(span)
+                ids += _spelt(tokenizer, self.text[slice(*span)]) if given is None else given
+                ids += _following(tokenizer, text, part)
         return ids
 
 

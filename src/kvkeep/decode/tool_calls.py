@@ -56,9 +56,9 @@ def knows_tools(tokenizer: Any, template: str) -> bool:
     return written in text and "kept4q" in text and "kept5q" in text
 
 
-def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation with tools as messages of texts: the system prompt describes the tools."""
-    found = list[dict[str, str]]()
+    found = list[dict[str, Any]]()
     if tools:
         lines = "\n".join(json.dumps(one, ensure_ascii=False) for one in tools)
         found.append({"role": "system", "content": _DESCRIPTION.format(tools=lines)})
@@ -76,7 +76,8 @@ def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
         if role == "system" and tools and not number:
             found[0]["content"] = f"{content}\n\n{found[0]['content']}"
         else:
-            found.append({"role": role, "content": content})
+            found.append({**message, "role": role, "content": content})
+            found[-1].pop("tool_calls", None)
     return found
 
 

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.engine.token_spelling import TokenSpelling, special_ids, token_spelling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 _CONTEXT = 8

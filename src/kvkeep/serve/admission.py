@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvkeep.blocks.folder import BlockName
 from kvkeep.cache import KeepCache
-from kvkeep.decode.cached_text import CachedText
+from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.errors import BudgetError, EntriesLost, PromptTooLong, QueueFull, SessionMismatch
 from kvkeep.memory.rows import BLOCK
 from kvkeep.policies.methods import Request
@@ -227,6 +227,9 @@ class Admission:
         granted, way, giver = grant
         for one in way:
             self.sessions.park(one)
+        known = session.past.ids if prefix is None else prefix.session.past.ids
+        shared = common_prefix(known, job.ask.prompt)
+        job.diverged = shared if 0 < shared < len(known) else None
         if giver is not None and prefix is not None:
             try:
                 session.past = giver.past if giver in way else prefix.past()

@@ -256,6 +256,9 @@ class Finished:
     """The number of tokens whose entries the checkpoint has dropped, because it reached its capacity."""
     stop: str | None = None
     """The stop string that ended it."""
+    diverged: int | None = None
+    """The number of first tokens that the prompt shares with the most similar text in memory, if that goes on
+    otherwise."""
 
 
 Event = TextPiece | Finished | KvkeepError
@@ -303,6 +306,8 @@ class Job:
     """Stored blocks with which the prompt begins."""
     waits_for: PendingPrefix | None = None
     """The job that reads a prefix of this prompt."""
+    diverged: int | None = None
+    """The number of first tokens that its prompt shares with the text that it continues, if that goes on otherwise."""
     granted: int = 0
     """Bytes of memory that it may use."""
     scheduled: ScheduledAnswer | None = None
@@ -356,7 +361,7 @@ class Job:
         cache, tokens = answer.cache, tuple(answer.tokens)
         counts = answer.known, len(self.ask.prompt) - answer.known, len(tokens), cache.exact_part, cache.lost_tokens
         try:
-            return Finished(reason, answer.text, tokens, *counts, answer.stopped)
+            return Finished(reason, answer.text, tokens, *counts, answer.stopped, self.diverged)
         except MemoryError as error:
             return self.failure(error)
 

@@ -4,6 +4,7 @@ a reply."""
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,16 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import in_worker, json_response, unless_disconnected
 from kvkeep.serve.http.errors import APIError, naming_field
 from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.protocol import AnswerRequest, Context, FormOf, Prompt, StreamEvent, encoded
+from kvkeep.serve.http.protocol import (
+    AnswerRequest,
+    Context,
+    EncodedPrompt,
+    FormOf,
+    Prompt,
+    StreamEvent,
+    encoded,
+)
+from kvkeep.serve.http.reuse import Answers, Reuse
 from kvkeep.serve.session import Event, Finished, Job, check_name
 
 DEFAULT_MAX_TOKENS = 1024
@@ -84,6 +94,7 @@ class Answering:
         store = engine.sessions.storage.store
         self.records = Records() if store is None else store.records
         """What was answered."""
+        self._answers = Answers(loaded.tokenizer, engine.ends)
         self._tokenizer = loaded.tokenizer
         self._tokenizer("")  # resets the truncation and padding of a file, which must not happen in a worker
 
@@ -95,25 +106,34 @@ class Answering:
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
         cache = await asyncio.to_thread(self._cache, name, body)
-        encoding = self.encode(body.given, hold.bytes)
-        prompt = await unless_disconnected(request, encoding)
+        encoding = self.encode(body.given, hold.bytes, owner)
+        encoded_prompt = await unless_disconnected(request, encoding)
+        prompt = encoded_prompt.ids
         form = body.form()
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form)
         hold.tokens(len(prompt))
         ask = body.ask(prompt, self._max_tokens(body.token_limit, prompt, cache), grammar)
-        reply = body.reply(Context(self.model, len(prompt), self.metrics.rejected))
+        reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages)
+        context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, reuse.report)
+        reply, answered = body.reply(context), body.answered(context)
         stream, named = body.stream, bool(body.cache())
         if not stream:
             _check_logprobs(ask)
         del body  # its texts, while the answer waits
         submit = partial(self.engine.submit, ask, name=name, owner=owner, names_cache=named, **cache)
         answer = AnswerEvents(submit, self.limits, owner, stream, self.metrics.finished)
+
+        def remember(event: StreamEvent | None) -> None:
+            if answered is not None and isinstance(event, Finished):
+                self._answers.remember(self.records.of(owner), answered(event), event)
+
         if stream:
             first = await unless_disconnected(request, answer.first())
-            text = _closing(reply.stream(answer.events(first)), answer)
+            text = _closing(reply.stream(_with_last(answer.events(first), remember)), answer)
             return StreamingResponse(text, media_type="text/event-stream", headers=STREAM_HEADERS)
         try:
             events = await unless_disconnected(request, answer.all())
+            await asyncio.to_thread(remember, events[-1])
             return await json_response(reply.complete, events)
         finally:
             answer.disconnect()
@@ -159,11 +179,11 @@ class Answering:
 
     # -- tokens -------------------------------------------------------------------------------------------
 
-    async def encode(self, given: Callable[[], Prompt], size: int) -> list[int]:
+    async def encode(self, given: Callable[[], Prompt], size: int, owner: str) -> EncodedPrompt:
         """Return the token ids of a prompt (:func:`~kvkeep.serve.http.protocol.encoded`). given: returns it, in a
-        worker thread. size: bytes of the request."""
-        vocabulary = self.engine.geometry.vocab_size
-        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary))
+        worker thread. size: bytes of the request. owner: whose earlier answers it may have."""
+        vocabulary, generated = self.engine.geometry.vocab_size, partial(self._answers.find, self.records.of(owner))
+        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary, generated))
 
     def _grammar(self, field: str, form: FormOf) -> Grammar:
         """Return the compiled form of an answer. Raises APIError, with the field, for a wrong one."""
@@ -186,6 +206,16 @@ def _check_logprobs(ask: Ask) -> None:
         f"included; set 'max_tokens' to at most {MAX_LOGPROBS // (1 + ask.top_logprobs)}, or send 'stream': true."
     )
     raise APIError(400, sentence, "invalid_value", "max_tokens")
+
+
+async def _with_last(
+    events: AsyncIterator[StreamEvent | None], work: Callable[[StreamEvent], None]
+) -> AsyncIterator[StreamEvent | None]:
+    """Yield from events; before the last one, do ``work`` with it in a thread."""
+    async for event in events:
+        if isinstance(event, Finished):
+            await asyncio.to_thread(work, event)
+        yield event
 
 
 async def _closing(text: AsyncIterator[str], answer: AnswerEvents) -> AsyncIterator[str]:

@@ -278,8 +278,8 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
         """Return the number of tokens of a conversation up to its answer."""
         body = await read_body(request, CountRequest)
         answering.check_model(body.model)
-        ids = await unless_disconnected(request, answering.encode(body.given, request.state.hold.bytes))
-        return {"input_tokens": len(ids)}
+        given = answering.encode(body.given, request.state.hold.bytes, request.state.owner)
+        return {"input_tokens": len((await unless_disconnected(request, given)).ids)}
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
@@ -293,7 +293,8 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
         answering.check_model(body.model)
         if not (body.prompt or body.messages):
             raise UsageError("There is nothing to tokenize; send 'prompt' or 'messages'.")
-        ids = await unless_disconnected(request, answering.encode(body.given, request.state.hold.bytes))
+        given = answering.encode(body.given, request.state.hold.bytes, request.state.owner)
+        ids = (await unless_disconnected(request, given)).ids
         request.state.hold.tokens(len(ids))
         positions = answering.engine.geometry.max_positions
         return await json_response(lambda: {"tokens": ids, "count": len(ids), "max_model_len": positions})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,7 +19,6 @@ from kvkeep.serve.http.conversation import (
     AnswerForm,
     AnswerParts,
     conversation,
-    joined,
 )
 from kvkeep.serve.http.protocol import (
     MAX_STOPS,
@@ -105,6 +103,8 @@ class CompletionRequest(AnswerRequest):
 class TextPart(Strict):
     """A text part of a message; no other kind of part is supported."""
 
+    hints: ClassVar[frozenset[str]] = frozenset({"cache_control", "prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: Text
 
@@ -135,7 +135,8 @@ class ResponseFormat(Strict):
 class Message(Strict):
     """A message of a conversation. An answer without a content is empty."""
 
-    void: ClassVar[Mapping[str, Sequence[Any]]] = {"tool_calls": ([],), "annotations": ([],)}
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {"tool_calls": ([],)}
+    hints: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed", "cache_control"})
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_no_function)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -271,6 +272,10 @@ class ChatRequest(CompletionRequest):
         """Return the reply."""
         return Choices(context, True, self.logprobs, self.usage_in_stream, self._form.reader())
 
+    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
+        """Return what converts an answer to a message as chat templates take it."""
+        return None if self.continue_final_message else self._form.answered(context.id)
+
 
 class TextRequest(CompletionRequest):
     """``POST /v1/completions``."""
@@ -334,19 +339,19 @@ class Choices:
     def __init__(
         self, context: Context, chat: bool, logprobs: bool, with_usage: bool, reader: CallReader | None = None
     ) -> None:
-        self._parts, self._context = AnswerParts(reader), context
+        self._parts, self._context = AnswerParts(reader, context.id), context
         self._chat, self._logprobs, self._with_usage = chat, logprobs, with_usage
         self._offset = 0  # characters of the text whose tokens were sent
         self._nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         prefix, self._kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self._chunk_kind = f"{self._kind}.chunk" if chat else self._kind
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": context.model}
+        self._head = {"id": f"{prefix}-{context.id}", "created": int(time.time()), "model": context.model}
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
         """Return the answer as one object. Raises the error that ended it."""
         last, parts = self._parts.all(events)
         tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
-        choice: dict[str, Any] = {"message": _message(joined(parts))} if self._chat else {"text": last.text}
+        choice: dict[str, Any] = {"message": _message(self._parts.joined(parts))} if self._chat else {"text": last.text}
         choice |= {"index": 0, "finish_reason": self._reason(last)}
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
         return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)} | self._report(last)
@@ -388,7 +393,13 @@ class Choices:
     def _deltas(self, event: TextPiece | Finished) -> list[dict[str, Any]]:
         """Return the next parts of a stream."""
         parts = self._parts.add(event)
-        return [_delta(one) for one in parts] if self._chat else [{"text": one} for one in parts]
+        return [self._delta(one) for one in parts] if self._chat else [{"text": one} for one in parts]
+
+    def _delta(self, part: str | CallPart) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"delta": {"content": part}}
+        call = _call(self._parts.begun(part)) if part.name else {"function": {"arguments": part.arguments}}
+        return {"delta": {"tool_calls": [{"index": part.index, **call}]}}
 
     def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
         choice = {"index": 0, **fields, "finish_reason": reason}
@@ -441,11 +452,3 @@ def _message(parts: Sequence[str | AnswerCall]) -> dict[str, Any]:
 
 def _call(call: AnswerCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _delta(part: str | CallPart) -> dict[str, Any]:
-    """Return a part of an answer as a part of a stream."""
-    if isinstance(part, str):
-        return {"delta": {"content": part}}
-    call = _call(AnswerCall(part.name, part.arguments)) if part.name else {"function": {"arguments": part.arguments}}
-    return {"delta": {"tool_calls": [{"index": part.index, **call}]}}

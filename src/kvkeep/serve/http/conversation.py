@@ -7,9 +7,11 @@ A protocol converts its messages to the form that chat templates take (OpenAI's:
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvkeep.decode.tool_calls import CallPart, CallReader, Calls
@@ -19,6 +21,7 @@ from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.protocol import ChatPrompt, FormOf, StreamEvent
 from kvkeep.serve.session import Finished
 
+_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MAX_MESSAGES, MAX_PARTS = 10_000, 1000
 """Messages of a request, and parts of one message."""
 
@@ -103,6 +106,19 @@ class AnswerForm:
         schema = self.schema
         return None if schema is None else (self.field, lambda *_: of_schema(schema))
 
+    def answered(self, number: str) -> Callable[[Finished], dict[str, Any]]:
+        """Return what converts an answer to a message as chat templates take it. number: the answer's id."""
+        parts = AnswerParts(self.reader(), number)
+
+        def message(answer: Finished) -> dict[str, Any]:
+            _, found = parts.all([answer])
+            said = parts.joined(found)
+            calls = [called(one.id, one.name, one.object) for one in said if isinstance(one, AnswerCall)]
+            content = "".join(one for one in said if isinstance(one, str))
+            return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+        return message
+
     def reader(self) -> CallReader | None:
         """Return what finds the calls in the answer; None: it is text."""
         return CallReader(self.names) if self.names else None
@@ -118,17 +134,32 @@ Part = str | CallPart
 class AnswerCall:
     """A call in an answer."""
 
+    id: str
     name: str
     arguments: str = ""
-    """JSON."""
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
+    """JSON; of an answer that was cut off, perhaps a part of it."""
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The arguments; an empty object if they are not complete."""
+        with suppress(ValueError):
+            found = json.loads(self.arguments)
+            return found if isinstance(found, dict) else {}
+        return {}
+
+
+def call_id(answer: str, index: int) -> str:
+    """Return the id of a call, by its number in an answer with this id. Some templates take nine letters and digits,
+    and nothing else."""
+    digest = int.from_bytes(hashlib.sha256(f"{answer} {index}".encode()).digest()[:8])
+    return "".join(_LETTERS[digest // len(_LETTERS) ** place % len(_LETTERS)] for place in range(9))
 
 
 class AnswerParts:
-    """The parts of an answer, from its events. reader: finds its calls; None: it is text."""
+    """The parts of an answer, from its events. reader: finds its calls; None: it is text. number: the answer's id."""
 
-    def __init__(self, reader: CallReader | None) -> None:
-        self._reader = reader
+    def __init__(self, reader: CallReader | None, number: str) -> None:
+        self._reader, self._number = reader, number
 
     @property
     def calls(self) -> bool:
@@ -151,17 +182,20 @@ class AnswerParts:
         assert isinstance(last, Finished)
         return last, [*self.add(TextPiece(last.text)), *self.add(last)]
 
+    def begun(self, part: CallPart) -> AnswerCall:
+        """Return the call of which this is the first part."""
+        return AnswerCall(call_id(self._number, part.index), part.name, part.arguments)
 
-def joined(parts: Iterable[Part]) -> list[str | AnswerCall]:
-    """Return the texts and calls of a complete answer in order."""
-    found = list[str | AnswerCall]()
-    for part in parts:
-        before = found[-1] if found else None
-        if isinstance(part, str):
-            found[-1:] = [before + part] if isinstance(before, str) else [*found[-1:], part]
-        elif part.name:
-            found.append(AnswerCall(part.name, part.arguments))
-        else:
-            assert isinstance(before, AnswerCall)
-            before.arguments += part.arguments
-    return found
+    def joined(self, parts: Iterable[Part]) -> list[str | AnswerCall]:
+        """Return the texts and calls of a complete answer in order."""
+        found = list[str | AnswerCall]()
+        for part in parts:
+            before = found[-1] if found else None
+            if isinstance(part, str):
+                found[-1:] = [before + part] if isinstance(before, str) else [*found[-1:], part]
+            elif part.name:
+                found.append(self.begun(part))
+            else:
+                assert isinstance(before, AnswerCall)
+                before.arguments += part.arguments
+        return found

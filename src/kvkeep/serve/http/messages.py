@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
@@ -17,7 +15,6 @@ from kvkeep.serve.http.conversation import (
     AnswerParts,
     called,
     conversation,
-    joined,
     tool,
 )
 from kvkeep.serve.http.protocol import (
@@ -228,9 +225,13 @@ class CountRequest(Strict):
         """Return the conversation up to its answer, or to the end of an answer that is the last message."""
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         messages = [*system, *(one for message in self.messages for one in message.plain())]
-        last = self.messages[-1]
-        continues = last.role == "assistant" and not messages[-1].get("tool_calls")
-        return conversation(messages, self.answer_form.tools, "messages", continues)
+        return conversation(messages, self.answer_form.tools, "messages", self._continues)
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the answer continues the last message."""
+        last = [*self.messages[-1].plain()][-1:]
+        return bool(last) and last[0]["role"] == "assistant" and "tool_calls" not in last[0]
 
     @property
     def answer_form(self) -> AnswerForm:
@@ -272,6 +273,10 @@ class MessagesRequest(CountRequest, AnswerRequest):
         """Return the reply."""
         return MessageReply(context, self.answer_form)
 
+    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
+        """Return what converts an answer to a message as chat templates take it."""
+        return None if self._continues else self.answer_form.answered(context.id)
+
 
 # -- replies ----------------------------------------------------------------------------------------------
 
@@ -280,18 +285,18 @@ class MessageReply:
     """The reply of a request."""
 
     def __init__(self, context: Context, form: AnswerForm) -> None:
-        self._context, self._parts = context, AnswerParts(form.reader())
+        self._context, self._parts = context, AnswerParts(form.reader(), context.id)
         self._head: dict[str, Any] = {
-            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": context.model,
+            "id": f"msg_{context.id}", "type": "message", "role": "assistant", "model": context.model,
         }  # fmt: skip
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
         """Return the answer as one object. Raises the error that ended it."""
         last, parts = self._parts.all(events)
         content: list[dict[str, Any]] = []
-        for one in joined(parts):
+        for one in self._parts.joined(parts):
             if isinstance(one, AnswerCall):
-                content.append(_tool_use(one) | {"input": json.loads(one.arguments) if _is_complete(one) else {}})
+                content.append(_tool_use(one) | {"input": one.object})
             else:
                 content.append({"type": "text", "text": one})
         report = self._context.report(last)
@@ -322,12 +327,13 @@ class MessageReply:
                 yield server_sent(self._context.to_error(event).anthropic(), "error")
                 return
             for part in self._parts.add(event):
-                text, name = (part, "") if isinstance(part, str) else (part.arguments, part.name)
+                text, call = (part, None) if isinstance(part, str) else (part.arguments, part)
+                name = "" if call is None else call.name
                 if name or not kind or (kind == "text") is not isinstance(part, str):
                     if kind:
                         yield _event("content_block_stop", index=index)
                     index, kind = index + 1, "text" if isinstance(part, str) else "tool_use"
-                    block = _tool_use(AnswerCall(name)) if name else {"type": "text", "text": ""}
+                    block = _tool_use(self._parts.begun(call)) if call else {"type": "text", "text": ""}
                     yield _event("content_block_start", index=index, content_block=block)
                 if text:
                     delta = {"type": "text_delta", "text": text} if kind == "text" else {
@@ -351,16 +357,8 @@ def _event(kind: str, **fields: Any) -> str:
     return server_sent({"type": kind, **fields}, kind)
 
 
-def _is_complete(call: AnswerCall) -> bool:
-    """Return whether a call's arguments are complete: an answer may be cut off within them."""
-    try:
-        return isinstance(json.loads(call.arguments), dict)
-    except ValueError:
-        return False
-
-
 def _tool_use(call: AnswerCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_", 1), "name": call.name, "input": {}}
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
 
 def usage(answer: Finished) -> dict[str, Any]:

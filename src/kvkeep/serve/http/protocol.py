@@ -23,7 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvkeep.decode.prompt import PromptText, prompt_text, texts_of
+from kvkeep.decode.prompt import GENERATED, PromptText, prompt_text, texts_of
+from kvkeep.decode.replay import Generated
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.forms import of_lark, of_regex
 from kvkeep.engine.grammar import Grammar
@@ -205,6 +206,8 @@ class Context:
 
     model: str
     """The model's name."""
+    id: str
+    """An id of the answer, of 32 hexadecimal digits."""
     prompt_tokens: int
     to_error: Callable[[Exception], APIError]
     """Converts an exception within a stream to an error."""
@@ -273,13 +276,31 @@ class AnswerRequest(Strict):
     def reply(self, context: Context) -> Reply:
         """Return the reply, which has no events yet."""
 
+    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
+        """Return what converts an answer to a message as chat templates take it; None: it is not one of a
+        conversation."""
+        return None
+
 
 # -- prompts ----------------------------------------------------------------------------------------------
 
 
-def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
-    """Return the token ids of a prompt. vocabulary: the number of the model's tokens. Raises APIError for a wrong
-    prompt."""
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids."""
+
+    ids: list[int]
+    messages: Sequence[tuple[int, str]] | None = None
+    """The place in the prompt's text and the role of each message; empty: that is not known; None: the prompt is not a
+    conversation."""
+
+
+def encoded(
+    prompt: Prompt, tokenizer: Any, vocabulary: int, generated: Callable[[Mapping[str, Any]], Generated | None]
+) -> EncodedPrompt:
+    """Return the token ids of a prompt. vocabulary: the number of the model's tokens. generated: returns a message as
+    it was generated, if it was. Raises APIError for a wrong prompt."""
+    places: list[tuple[int, str]] | None = None
     if isinstance(prompt, list):
         ids = prompt
         if min(ids) < 0 or max(ids) >= vocabulary:
@@ -288,8 +309,12 @@ def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     else:
         if isinstance(prompt, ChatPrompt):
             _check_characters(sum(map(len, texts_of([prompt.messages, prompt.tools]))) + len(prompt.answer))
-            messages = [{**one} for one in prompt.messages]
+            messages = list[dict[str, Any]]()
+            for one in prompt.messages:
+                known = generated(one)
+                messages.append({**one} if known is None else {**one, GENERATED: known})
             text = prompt_text(tokenizer, messages, answer=prompt.answer, tools=prompt.tools)
+            places = [(start, one["role"]) for (start, _), one in zip(text.messages, messages, strict=False)]
         else:
             _check_characters(len(prompt))
             text = PromptText(prompt)
@@ -297,7 +322,7 @@ def encoded(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     if len(ids) > MAX_PROMPT_TOKENS:
         sentence = f"The prompt has {len(ids):,} tokens, and at most {MAX_PROMPT_TOKENS:,} are allowed; shorten it."
         raise APIError(400, sentence, "context_length_exceeded")
-    return ids
+    return EncodedPrompt(ids, places)
 
 
 def _check_characters(count: int) -> None:

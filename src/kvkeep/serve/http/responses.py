@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, Tag, field_validator
@@ -20,7 +20,6 @@ from kvkeep.blocks.records import OwnerRecords, Records
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
-    AnswerCall,
     AnswerForm,
     AnswerParts,
     Part,
@@ -56,13 +55,15 @@ MAX_EARLIER = 1000
 class Item(Strict):
     """An item of the input."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase", "caller", "agent", "async"})
+    hints: ClassVar[frozenset[str]] = frozenset(
+        {"id", "status", "phase", "caller", "agent", "async", "parsed_arguments"}
+    )
 
 
 class InputText(Item):
     """A text of a message."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    hints: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
@@ -336,6 +337,10 @@ class ResponseRequest(AnswerRequest):
         """Return the reply."""
         return ResponseReply(context, self, self._records if self.store else None)
 
+    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
+        """Return what converts an answer to a message as chat templates take it."""
+        return self.answer_form.answered(context.id)
+
 
 def _functions(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, FunctionTool]]:
     """Yield the name for the model of each function, its namespace, and the function."""
@@ -364,7 +369,7 @@ class ResponseReply:
 
     def __init__(self, context: Context, request: ResponseRequest, records: OwnerRecords | None) -> None:
         self._context, self._records = context, records
-        self._parts = AnswerParts(request.answer_form.reader())
+        self._parts = AnswerParts(request.answer_form.reader(), context.id)
         self._functions = {name: (space, one) for name, space, one in _functions(request.tools or ())}
         self._items = list[dict[str, Any]]()
         """The items of the output; the last one may be incomplete."""
@@ -373,7 +378,7 @@ class ResponseReply:
         self._messages, self._previous = request.messages(), request.previous_response_id
         choice = request.tool_choice
         self._head: dict[str, Any] = {
-            "id": _new("resp"), "object": "response", "created_at": int(time.time()), "model": context.model,
+            "id": f"resp_{context.id}", "object": "response", "created_at": int(time.time()), "model": context.model,
             "instructions": request.instructions, "metadata": {}, "previous_response_id": self._previous,
             "parallel_tool_calls": request.parallel_tool_calls, "temperature": request.temperature,
             "top_p": request.top_p, "max_output_tokens": request.max_output_tokens, "store": request.store,
@@ -412,7 +417,7 @@ class ResponseReply:
         else:
             space, function = self._functions[part.name]
             named = {"name": function.name} | ({} if space is None else {"namespace": space})
-            item = {"id": _new("fc"), "call_id": AnswerCall("").id, **named, **(
+            item = {"id": _new("fc"), "call_id": self._parts.begun(part).id, **named, **(
                 {"type": "function_call", "arguments": ""} if function.type == "function" else
                 {"type": "custom_tool_call", "input": ""}
             )}  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -29,7 +28,7 @@ class Function(Strict):
 class Tool(Strict):
     """A tool."""
 
-    void: ClassVar[Mapping[str, Sequence[Any]]] = {"cache_control": ({"type": "ephemeral"},)}
+    hints: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["function"]
     function: Function
@@ -68,6 +67,8 @@ class NamedTool(Strict):
 
 class CalledFunction(Strict):
     """A function and its arguments."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     name: Name
     arguments: Text

@@ -1,0 +1,68 @@
+"""What the server remembers of its answers, so that their tokens are read once (:mod:`kvkeep.decode.replay`), and what
+it tells of the tokens that a prompt did not have to read."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.blocks.records import OwnerRecords
+from kvkeep.decode.replay import Generated, answer_key
+from kvkeep.models.fingerprint import fingerprint_of_tokenizer
+from kvkeep.serve.session import Finished
+
+
+class Answers:
+    """The answers of a model, as records of their owners. Any thread may use them."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
+        self._model, self._ends = fingerprint_of_tokenizer(tokenizer), frozenset(ends)
+
+    def remember(self, records: OwnerRecords, message: Mapping[str, Any], answer: Finished) -> None:
+        """Remember the tokens of an answer, whose ``message`` is as chat templates take it. One that a stop string
+        ended has tokens that no message has."""
+        ids = [*answer.tokens[:-1]] if {*answer.tokens[-1:]} & self._ends else [*answer.tokens]
+        if not ids or answer.stop is not None:
+            return
+        record = {"ids": ids, "key": answer_key(message)}
+        for name in (record["key"], *(one["id"] for one in message.get("tool_calls", ()))):
+            records.put(f"{self._model} {name}", record)
+
+    def find(self, records: OwnerRecords, message: Mapping[str, Any]) -> Generated | None:
+        """Return an answer as it was generated: by the id of a call, or by what it says."""
+        if message["role"] != "assistant":
+            return None
+        key = answer_key(message)
+        for name in (*(one["id"] for one in message.get("tool_calls", ())), key):
+            found = records.get(f"{self._model} {name}")
+            if found is not None and found.get("key") == key:
+                return Generated(found["ids"])
+        return None
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Tells what an answer's prompt reused."""
+
+    tokenizer: Any
+    prompt: Sequence[int]
+    messages: Sequence[tuple[int, str]] | None
+    """For each message, the number of characters before it, and its role; empty: that is not known; None: the prompt is
+    not a conversation."""
+
+    def report(self, answer: Finished) -> dict[str, Any]:
+        """Return what a reply tells of it."""
+        return {} if self.messages is None else {"reuse": self._sentence(answer, self.messages)}
+
+    def _sentence(self, answer: Finished, messages: Sequence[tuple[int, str]]) -> str:
+        """Return how many of the prompt's tokens were not read again, and which message differs from the text that was
+        read before, if one does."""
+        found = f"reused {answer.cached:,} of {len(self.prompt):,} tokens"
+        if answer.diverged is None or not messages:
+            return found
+        characters = len(self.tokenizer.decode(self.prompt[: answer.diverged + 1]))
+        number = bisect_right([start for start, _ in messages], characters - 1) - 1
+        which = "the beginning" if number < 0 else f"message {number} ({messages[number][1]})"
+        return f"{found}; {which} differs from what was read before"
