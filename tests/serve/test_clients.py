@@ -44,16 +44,7 @@ def address() -> Iterator[str]:
         yield found
 
 
-def cases() -> Iterator[Any]:
-    """All programs but that of mini-swe-agent, which has a tool of its own."""
-    for name in programs.PROGRAMS:
-        reason = "the server refuses 'parsed_arguments', which the package adds to calls; accept it, and remove this"
-        marks = [pytest.mark.xfail(strict=True, reason=reason)] if name == "openai chat, stream" else []
-        if "mini" not in name:
-            yield pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [*cases()])
+@pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if "mini" not in name])  # it has its own tool
 def test_a_client_calls_sends_the_result_and_gets_the_answer(name: str, address: str) -> None:
     package, run = programs.PROGRAMS[name]
     pytest.importorskip(package)
