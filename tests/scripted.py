@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ CONTENTS = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 """A template of nothing but contents: the answer follows the last character of the question."""
 HIDDEN, HEADS, KV_HEADS, INNER = 256, 4, 2, 32
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_ALPHABET = {byte: chr(byte) for byte in _PRINTABLE} | {
+ALPHABET = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(256 + number) for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
 }
 """GPT-2's character for each byte."""
@@ -57,7 +58,7 @@ class Vocabulary:
         if self.sentencepiece:
             single = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *map(chr, range(33, 127))]
         else:
-            single = [_ALPHABET[byte] for byte in range(256)]
+            single = [ALPHABET[byte] for byte in range(256)]
         return [*dict.fromkeys([*SPECIAL, *single, "ab", *map(self.spelt, self.pieces)])]  # readers want a merge
 
     @property
@@ -73,7 +74,7 @@ class Vocabulary:
         if piece in SPECIAL:
             return str(piece)
         if not self.sentencepiece:
-            return "".join(_ALPHABET[byte] for byte in (piece.encode() if isinstance(piece, str) else piece))
+            return "".join(ALPHABET[byte] for byte in (piece.encode() if isinstance(piece, str) else piece))
         if isinstance(piece, bytes):
             assert len(piece) == 1
             return f"<0x{piece[0]:02X}>"
@@ -134,16 +135,20 @@ def sentencepiece(*pieces: str, space_prefix: bool = True) -> Vocabulary:
 
 
 def scripted(
-    vocabulary: Vocabulary, successors: Mapping[int, int], template: str | None = TEMPLATE, positions: int = 512
+    vocabulary: Vocabulary,
+    successors: Mapping[int, int | list[int]],
+    template: str | None = TEMPLATE,
+    positions: int = 512,
+    rest: Mapping[int, float] = MappingProxyType({}),
 ) -> Loaded:
-    """A model in memory that follows a script, and its tokenizer."""
+    """A model in memory that follows a script, and its tokenizer. rest: see :func:`_matrices`."""
     config = LlamaConfig(
         vocab_size=len(vocabulary.tokens), hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=positions,
         bos_token_id=vocabulary.id(BEGIN), eos_token_id=vocabulary.id(END), pad_token_id=vocabulary.id(END),
     )  # fmt: skip
     model = LlamaForCausalLM(config).float().eval()
-    embedding, output = _matrices(len(vocabulary.tokens), successors)
+    embedding, output = _matrices(len(vocabulary.tokens), successors, rest)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(embedding)
         model.lm_head.weight.copy_(output)
@@ -153,11 +158,19 @@ def scripted(
     return Loaded(model, vocabulary.tokenizer(template), "scripted", "scripted")
 
 
-def _matrices(count: int, successors: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-    """Embeddings (tokens, hidden) that are nearly orthogonal, and the output matrix that maps each to its successor."""
+def _matrices(
+    count: int, successors: Mapping[int, int | list[int]], rest: Mapping[int, float]
+) -> tuple[Tensor, Tensor]:
+    """Embeddings (tokens, hidden) that are nearly orthogonal, and the output matrix that maps each to its successor, or
+    to several of equal logits (26). rest: logits that some tokens have after any other one: the first of them that the
+    form of an answer allows follows a token whose successor it does not allow."""
     embedding = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(0))
+    if rest:
+        embedding[:, 0] = 1.0  # a constant, which the output matrix reads
     embedding /= embedding.square().mean(1, keepdim=True).sqrt()
     output = torch.zeros(count, HIDDEN)
+    for one, logit in rest.items():
+        output[one, 0] = logit
     for one, following in successors.items():
         output[following] += 0.1 * embedding[one]
     return embedding, output
@@ -166,10 +179,11 @@ def _matrices(count: int, successors: Mapping[int, int]) -> tuple[Tensor, Tensor
 def write_gguf(
     path: Path,
     vocabulary: Vocabulary,
-    successors: Mapping[int, int],
+    successors: Mapping[int, int | list[int]],
     template: str | None = TEMPLATE,
     positions: int = 512,
     pre: str = "gpt-2",
+    rest: Mapping[int, float] = MappingProxyType({}),
     **keys: int | float | bool | str,
 ) -> None:
     """Write a Llama that follows a script as llama.cpp's tools would. keys: more keys of the file, by their names with
@@ -203,7 +217,7 @@ def write_gguf(
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in keys.items():
         kinds[type(value)](name.replace("__", "."), value)
-    for name, tensor in _tensors(len(vocabulary.tokens), successors).items():
+    for name, tensor in _tensors(len(vocabulary.tokens), successors, rest).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -211,9 +225,9 @@ def write_gguf(
     writer.close()
 
 
-def _tensors(count: int, successors: Mapping[int, int]) -> dict[str, Tensor]:
+def _tensors(count: int, successors: Mapping[int, int | list[int]], rest: Mapping[int, float]) -> dict[str, Tensor]:
     """The tensors of a scripted model by the names of a GGUF file."""
-    embedding, output = _matrices(count, successors)
+    embedding, output = _matrices(count, successors, rest)
     width, random = HIDDEN // HEADS * KV_HEADS, torch.Generator().manual_seed(1)
     shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (width, HIDDEN), "attn_v": (width, HIDDEN)}
     shapes |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}

@@ -53,7 +53,7 @@ MISTAKES = [
     ("generate -p Hi --method h2p", "Unknown method 'h2p': did you mean h2o?"),
     ("generate -p Hi -b 64 --method h2o+drip", "Unknown fate 'drip'"),
     ("generate -p Hi --model nosuch", "or give a GGUF file, a folder, or a hub id (owner/name)."),
-    ("generat", "Unknown command 'generat': did you mean generate? 'kvkeep --help' lists all."),
+    ("generat", "Unknown command 'generat': did you mean generate or agent? 'kvkeep --help' lists all."),
     ("generate -p Hi --model ./missing.gguf", "There is no model at './missing.gguf'"),
     ("generate -p Hi --max-tokens 0", "Invalid value for '--max-tokens'"),
     ("generate -p Hi --weights q4", "Unknown weight format 'q4'"),
@@ -62,6 +62,8 @@ MISTAKES = [
     ("generate -p Hi --memory 1GB", "--memory is used with '--budget auto' only"),
     ("demo --budget abc", "Budget 'abc' cannot be read"),
     ("serve --memory much", "The memory 'much' is not a number of bytes"),
+    ("agent nosuch", "Unknown agent 'nosuch'"),
+    ("agent claude --url http://localhost:9 -m smollm2", "leave --model out"),
     ("models --fetch nosuch", "Unknown model 'nosuch'"),
 ]
 

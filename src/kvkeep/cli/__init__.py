@@ -24,6 +24,7 @@ COMMANDS = {
         "Serve conversations to OpenAI clients over HTTP, all within one memory limit.",
     ),
     "warm": ("kvkeep.cli.warm:warm", "Read a long text ahead, so that the next server begins with it."),
+    "agent": ("kvkeep.cli.agent:agent", "Run Claude Code, Codex, opencode or Qwen Code on this machine's server."),
     "cache": (
         "kvkeep.cli.cache:app",
         "List the saved sessions and their blocks; delete, check, export and import them.",
