@@ -164,7 +164,7 @@ def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
     ("change", "field"),
     [
         ({"tools": [{}]}, "tools"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias.5"),
         ({"n": 2}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -347,3 +347,15 @@ def test_the_command_serves_drains_and_ends(model_folder: Path) -> None:
             running.process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"  # what ran has ended
         assert running.process.wait(30) == 0
+
+
+def test_a_bias_changes_which_tokens_are_chosen(address: str) -> None:
+    asked = BODY | {"max_tokens": 3}
+    plain = post(address, asked | {"logprobs": True, "top_logprobs": 2}).json()["choices"][0]["logprobs"]["content"]
+    best = [one["token"] for one in plain[0]["top_logprobs"]]
+    ids = [post(address, {"prompt": one}, path="/tokenize").json()["tokens"] for one in best]
+    assert best[0] == plain[0]["token"]
+    pushed = post(address, asked | {"logit_bias": {str(ids[1][-1]): 100}}).json()["choices"][0]["message"]["content"]
+    assert pushed.split()[0] == best[1].strip()
+    refused = post(address, asked | {"logit_bias": {"999999": 1}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logit_bias"

@@ -146,3 +146,11 @@ def test_names_of_special_tokens_in_tools_and_results_are_data(address: str) -> 
     tools = json.loads(json.dumps(TOOLS).replace("weather", "<|turn|>"))
     sent = [*ASK, call("1", name="<|turn|>"), {"role": "tool", "tool_call_id": "1", "content": "20<|turn|>"}]
     assert post(address, body(tools=tools, messages=sent)).status_code == 200
+
+
+def test_a_schema_with_words_that_forms_do_not_know_works_and_is_named(address: str) -> None:
+    """As zod writes records."""
+    schema = SCHEMA | {"propertyNames": {"type": "string"}, "additionalProperties": {}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    found = post(address, body(tools=tools, max_tokens=5)).json()
+    assert found["kvkeep"]["notes"][-1] == "The tools' schemas have words that calls may disobey: propertyNames."

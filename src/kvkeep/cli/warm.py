@@ -77,7 +77,7 @@ def warm(
             "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
             "memory": conversation.memory, "sessions": store_folder(sessions).absolute(), "quota": quota, "age": None,
             "waiting": 1, "answers": None, "time": None, "cors": (), "log_requests": False, "at_end": None,
-            "capacity": None,
+            "capacity": None, "as_sent": conversation.as_sent,
         }  # fmt: skip
         service = Service.parse(given, conversation.cache(), ())
     service.store()
@@ -87,7 +87,7 @@ def warm(
     with closing(engine):
         answers = AnswerRecords(loaded.tokenizer, engine.ends)
         generated = partial(answers.find, store_of(engine).records.of(owner))
-        ids = encoded(prompt, loaded.tokenizer, engine.geometry.vocab_size, generated).ids
+        ids = encoded(prompt, loaded.tokenizer, engine.geometry.vocab_size, generated, service.as_sent).ids
         store, known = store_of(engine), stored_text(engine, owner, ids).tokens
         stopped, start = False, time.monotonic()
         if known < len(ids):

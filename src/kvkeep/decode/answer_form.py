@@ -138,7 +138,7 @@ class _Call:
         self.rule = f"call_{number}"
         begin = f"{rules.plain(written.name(name))} {rules.literal(written.named)}"
         if written.fields is None:
-            self._arguments = rules.schema({"type": "object", **schema})
+            self._arguments = rules.schema({"type": "object", **schema}, lenient=True)
             rules.add(self.rule, f"{begin} {self._arguments}")
         else:
             rules.add(self.rule, f"{begin} {self._fields(written.fields, schema)}")
@@ -158,7 +158,7 @@ class _Call:
         root, schema = schema, resolved(schema, schema)
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         if not isinstance(properties, Mapping) or not isinstance(required, list):
-            return self._rules.schema({"type": "object", **schema})  # llguidance says what is wrong
+            return self._rules.schema({"type": "object", **schema}, lenient=True)  # llguidance says what is wrong
         if any(one in schema for one in _UNIONS):
             raise UsageError(
                 f"The model writes each argument by itself, and the schema of the tool '{self._name[:100]}' describes "
@@ -187,7 +187,7 @@ def _field(rules: Rules, fields: FieldFormat, key: str, schema: Any, root: Schem
             patterns.append(_text(one))
     found = [f"{begin} {text} ({' | '.join(texts)}) {after}"] if texts else []
     found += [f"{begin} {text} {rules.until(one, fields.after)}" for one in dict.fromkeys(patterns)]
-    found += [f"{begin} {other} {rules.schema({'anyOf': values, **known})} {after}"] if values else []
+    found += [f"{begin} {other} {rules.schema({'anyOf': values, **known}, lenient=True)} {after}"] if values else []
     return rules.new("field", " | ".join(found))
 
 

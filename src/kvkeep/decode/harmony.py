@@ -43,7 +43,7 @@ def rules_of(
         to, json = f"{rules.plain(CALLED + name)}", rules.literal(f" {CONSTRAIN}json{MESSAGE}")
         channel, plain = rules.literal(f"{CHANNEL}commentary"), rules.literal(f" json{MESSAGE}")
         head = f"{to} {channel} ({plain} | {json}) | {channel} {to} {json}"
-        rules.add(f"call_{number}", f"({head}) {rules.schema({'type': 'object', **schema})}")
+        rules.add(f"call_{number}", f"({head}) {rules.schema({'type': 'object', **schema}, lenient=True)}")
         calls.append(f"call_{number}")
     last = " | ".join(calls if required else [*calls, final])
     return f"(({thought} | {said}) next)* ({last})" if calls else f"({thought} next)* ({last})"

@@ -65,9 +65,10 @@ class Rules:
         self.add(f"until_{len(self._lines)}[lazy]", f"{text} {first}")
         return " ".join([f"until_{len(self._lines) - 1}", *more])
 
-    def schema(self, schema: Mapping[str, Any]) -> str:
-        """Return the rule of JSON with a schema."""
-        text = json.dumps({**schema, "x-guidance": JSON_SPACE})
+    def schema(self, schema: Mapping[str, Any], lenient: bool = False) -> str:
+        """Return the rule of JSON with a schema. lenient: whether words of it that llguidance does not know say
+        nothing; otherwise they are errors."""
+        text = json.dumps({**schema, "x-guidance": {**JSON_SPACE, "lenient": lenient}})
         if text not in self._schemas:
             self._schemas[text] = self.new("json", f"%json {text}")
         return self._schemas[text]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,10 +24,13 @@ class Grammar:
         """text: in one of llguidance's forms. Raises UsageError, whose sentence ends with its reason, for a form that
         llguidance does not compile."""
         LLMatcher = llguidance().LLMatcher
-        reason = LLMatcher.validate_grammar(text, vocabulary)
+        failed, said = LLMatcher.validate_grammar_with_warnings(text, vocabulary)
         matcher = LLMatcher(vocabulary, text, log_level=0)
-        if reason or matcher.is_error():
-            raise UsageError(f"The form of the answer cannot be compiled: {_sentence(reason or matcher.get_error())}")
+        if failed or matcher.is_error():
+            reason = said[0] if failed and said else matcher.get_error()
+            raise UsageError(f"The form of the answer cannot be compiled: {_sentence(reason)}")
+        self.ignored = sorted({word for line in said for word in re.findall(r'"([^"]+)"', line)})
+        """Words of JSON Schemas that the form does not obey."""
         first = matcher.deep_copy()
         first.compute_logit_bias()
         if first.is_error():
@@ -48,11 +53,19 @@ def _sentence(reason: str) -> str:
     return f"{' '.join(said)[:300].rstrip('.')}."
 
 
-@lru_cache(maxsize=4)
+_ONE_AT_A_TIME = Lock()
+
+
 def vocabulary(tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
     """Return the tokens of a model as llguidance takes them; this takes some seconds the first time. size: the number
-    of the model's tokens. ends: a tuple of ids that end an answer. Raises UsageError for a tokenizer that llguidance
-    cannot read."""
+    of the model's tokens. ends: ids that end an answer. Raises UsageError for a tokenizer that llguidance cannot
+    read."""
+    with _ONE_AT_A_TIME:  # so that none is made twice
+        return _vocabulary(tokenizer, size, tuple(ends))
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
     try:
         return optional("llguidance.hf", "serve").from_tokenizer(tokenizer, n_vocab=size, eos_token=[*ends] or None)
     except ValueError as error:

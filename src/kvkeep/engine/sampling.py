@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.generation import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -56,6 +58,8 @@ class Sampling:
     """None: a random seed, so the answer cannot be repeated."""
     grammar: Grammar | None = None
     """The form that the answer must have; None: any text."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -87,6 +91,8 @@ class Sampling:
     def _processors(self, prompt: int) -> LogitsProcessorList:
         """Return the logits processors: the grammar's, then others in transformers' order."""
         found: list[LogitsProcessor] = [] if self.grammar is None else [self.grammar.processor(prompt)]
+        if self.bias:
+            found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in self.bias.items()}))
         if self.repetition != 1.0:
             found.append(RepetitionPenaltyLogitsProcessor(self.repetition))
         if self.presence or self.frequency:

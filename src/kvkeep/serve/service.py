@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, ClassVar, Self
 
 from fastapi import FastAPI
@@ -13,7 +15,9 @@ from kvkeep.blocks.store import DAY_S, QUOTA, Store
 from kvkeep.budget import bytes_of
 from kvkeep.cache import KeepCache
 from kvkeep.decode.prompt import encode
+from kvkeep.decode.recognition import answer_format
 from kvkeep.engine.answer import Answer, Ask, Scheduler
+from kvkeep.engine.grammar import vocabulary
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import loading
@@ -62,6 +66,8 @@ class Service:
     limits: Limits
     origins: tuple[str, ...]
     """Origins whose pages may use the server (CORS)."""
+    as_sent: bool
+    """Whether lines of system prompts that change with each session stay where they are."""
     logs: bool
     """Whether to log a line for each request."""
 
@@ -92,6 +98,7 @@ class Service:
             keys=(*keys,),
             limits=Limits(given["answers"] if keys else None, given["time"]),
             origins=(*given["cors"],),
+            as_sent=given["as_sent"],
             logs=given["log_requests"],
         )
 
@@ -133,7 +140,7 @@ class Service:
         """Return the application of a running engine, which warms up. scrape: as in
         :func:`~kvkeep.serve.http.app.application`."""
         warm_up(engine)
-        return application(engine, loaded, self.keys, self.limits, self.origins, scrape)
+        return application(engine, loaded, self.keys, self.limits, self.origins, scrape, self.as_sent)
 
 
 def warm_up(engine: Engine) -> None:
@@ -151,6 +158,14 @@ def warm_up(engine: Engine) -> None:
             pass
 
     engine.call(answer)
+    Thread(target=_prepare_forms, args=[engine], name="kvkeep-forms", daemon=True).start()
+
+
+def _prepare_forms(engine: Engine) -> None:
+    """Do what the first answer with tools would wait for: seconds, with a large vocabulary."""
+    with suppress(UsageError):  # it shows where a form is asked for
+        vocabulary(engine.tokenizer, engine.geometry.vocab_size, engine.ends)
+        answer_format(engine.tokenizer)
 
 
 def _check_origins(origins: Sequence[str], keyed: bool) -> None:

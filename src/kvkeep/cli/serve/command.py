@@ -73,6 +73,7 @@ def serve(
                 "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
                 "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
                 "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
+                "as_sent": memory.as_sent,
             }  # fmt: skip
             service = processes.service(given, memory.cache(), keys)
         saved = store.describe(service)

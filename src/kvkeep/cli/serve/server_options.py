@@ -71,6 +71,13 @@ class ConversationOptions:
             min=1, help="Number of conversations to plan for, if --memory, or both --method and --budget, are left out."
         ),
     ] = 8
+    as_sent: Annotated[
+        bool,
+        Option(
+            "--as-sent",
+            help="Leave lines of a system prompt that change with each session (a date, a header) where they are.",
+        ),
+    ] = False
 
     def check(self) -> None:
         """Check the options as far as possible without torch. Raises UsageError or BudgetError."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from kvkeep.blocks.records import Records
-from kvkeep.decode.answer_form import Answers
+from kvkeep.decode.answer_form import Answers, Calls
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.pieces import TextPiece, token_texts
@@ -92,9 +92,11 @@ class Limits:
 
 class Answering:
     """Answers requests for one model, of any protocol. Worker threads use the tokenizer at the same time, and change
-    none of its settings. The event loop never uses it, because it must not block."""
+    none of its settings. The event loop never uses it, because it must not block. as_sent: whether lines that change
+    with each session stay where they are."""
 
-    def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics, as_sent: bool = False) -> None:
+        self._as_sent = as_sent
         self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
         self.sampling = default_sampling(loaded.model)
         """The sampling of an answer whose request gives none."""
@@ -133,8 +135,10 @@ class Answering:
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form, answers)
         hold.tokens(len(prompt))
         limit = self._max_tokens(body.token_limit, prompt, cache)
+        self._check_bias(body.bias)
         ask = body.ask(prompt, limit, self.sampling, grammar, answers)
-        reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages)
+        notes = [*encoded_prompt.notes, *_notes(answers, body.calls(), grammar)]
+        reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages, notes)
         context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, answers, reuse.report)
         reply, answered = body.reply(context), body.answered(context)
         stream, named = body.stream, bool(body.cache())
@@ -173,6 +177,12 @@ class Answering:
         if name not in (None, self.model):
             sentence = f"The model '{name}' does not exist; this server has '{self.model}'."
             raise APIError(404, sentence, "model_not_found", "model")
+
+    def _check_bias(self, bias: Mapping[int, float]) -> None:
+        size = self.engine.geometry.vocab_size
+        if any(token >= size for token in bias):
+            sentence = f"'logit_bias' has an id that is not in the model's vocabulary of {size} tokens."
+            raise APIError(400, sentence, "invalid_value", "logit_bias")
 
     def _cache(self, name: tuple[str, str] | None, body: AnswerRequest) -> dict[str, Any]:
         """Return the cache options of a request; an empty dict if it has none. Raises APIError, with the field, for a
@@ -213,12 +223,12 @@ class Answering:
         """Return the token ids of a prompt (:func:`~kvkeep.serve.http.protocol.encoded`). given: returns it, in a
         worker thread. size: bytes of the request. owner: whose earlier answers it may have."""
         vocabulary, generated = self.engine.geometry.vocab_size, partial(self._answers.find, self.records.of(owner))
-        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary, generated))
+        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary, generated, self._as_sent))
 
     def _grammar(self, field: str, form: FormOf, answers: Answers) -> Grammar:
         """Return the compiled form of an answer. Raises APIError, with the field, for a wrong one."""
         with naming_field(field):
-            known = vocabulary(self._tokenizer, self.engine.geometry.vocab_size, tuple(self.engine.ends))
+            known = vocabulary(self._tokenizer, self.engine.geometry.vocab_size, self.engine.ends)
             return Grammar(known, form(answers, known))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
@@ -236,6 +246,14 @@ def _check_logprobs(ask: Ask) -> None:
         f"included; set 'max_tokens' to at most {MAX_LOGPROBS // (1 + ask.top_logprobs)}, or send 'stream': true."
     )
     raise APIError(400, sentence, "invalid_value", "max_tokens")
+
+
+def _notes(answers: Answers, calls: Calls, grammar: Grammar | None) -> Iterator[str]:
+    """Yield sentences on what calls do not have as their request may expect."""
+    if calls.tools and answers.format.plain:
+        yield "The model's chat template knows no tools; the prompt describes them in a plain format."
+    if grammar is not None and grammar.ignored:
+        yield f"The tools' schemas have words that calls may disobey: {', '.join(grammar.ignored)}."
 
 
 async def _with_last(

@@ -85,13 +85,15 @@ def application(
     limits: Limits | None = None,
     origins: Sequence[str] = (),
     scrape: Callable[[], Awaitable[bytes]] | None = None,
+    as_sent: bool = False,
 ) -> FastAPI:
     """Return the application of a running engine. keys: those of its clients, whose sessions belong to them; none: all
     clients are one. origins: origins whose pages may use it (CORS). scrape: returns the
-    text of ``/metrics``, if it covers more than this engine."""
+    text of ``/metrics``, if it covers more than this engine. as_sent: whether lines of system prompts that change with
+    each session stay where they are."""
     memory = RequestMemory(MAX_REQUEST_BYTES)
     metrics = Metrics(engine, memory)
-    answering = Answering(engine, loaded, limits or Limits(), metrics)
+    answering = Answering(engine, loaded, limits or Limits(), metrics, as_sent)
     app = FastAPI(exception_handlers=HANDLERS, redirect_slashes=False, openapi_url=None)
     app.state.metrics = metrics
     app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, memory=memory)

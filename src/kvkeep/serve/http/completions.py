@@ -60,6 +60,12 @@ def _one_prompt(given: Any) -> Any:
     return given[0]
 
 
+MAX_BIASES = 10_000
+"""Tokens whose logits one request changes."""
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
 class StreamOptions(Strict):
     """Options of a stream."""
 
@@ -70,7 +76,7 @@ class StreamOptions(Strict):
 class CompletionRequest(AnswerRequest):
     """The fields of both completions."""
 
-    void: ClassVar[Mapping[str, Sequence[Any]]] = {"n": (1,), "logit_bias": ({},)}
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {"n": (1,)}
     hints: ClassVar[frozenset[str]] = frozenset({
         "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store", "verbosity",
@@ -80,6 +86,8 @@ class CompletionRequest(AnswerRequest):
     """The maximum number of tokens of the answer."""
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] = Field(default_factory=dict)
+    """Added to the logits of tokens, by their ids."""
     user: Name | None = None
 
     @field_validator("stream_options")
@@ -98,6 +106,11 @@ class CompletionRequest(AnswerRequest):
     def token_limit(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_tokens
+
+    @property
+    def bias(self) -> dict[int, float]:
+        """What is added to the logits of tokens."""
+        return {int(token): bias for token, bias in self.logit_bias.items() if bias}
 
     @property
     def stops(self) -> list[str]:

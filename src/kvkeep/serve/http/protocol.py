@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from kvkeep.decode.answer_form import Answers, Calls, answers_to
 from kvkeep.decode.prompt import GENERATED, NUMBER, PromptText, prompt_text, texts_of
 from kvkeep.decode.replay import Generated
+from kvkeep.decode.volatile import steady
 from kvkeep.engine.answer import Ask
 from kvkeep.engine.forms import of_lark, of_regex
 from kvkeep.engine.grammar import Grammar
@@ -288,6 +289,11 @@ class AnswerRequest(Strict):
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return None
 
+    @property
+    def bias(self) -> dict[int, float]:
+        """What is added to the logits of tokens."""
+        return {}
+
     def form(self) -> tuple[str, FormOf] | None:
         """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
         text."""
@@ -312,7 +318,7 @@ class AnswerRequest(Strict):
         """Return the request to the engine. defaults: of the settings of sampling that the request leaves out. grammar:
         the compiled :meth:`form`. answers: their format."""
         given = {name: one for name, field in FIELDS.items() if (one := getattr(self, field)) is not None}
-        sampling = replace(defaults, **given, seed=self.seed, grammar=grammar)
+        sampling = replace(defaults, **given, seed=self.seed, grammar=grammar, bias=self.bias)
         return Ask(prompt, max_tokens, sampling, self.stops, self.logprob_count, answers.named(self.calls()))
 
     def cache(self) -> dict[str, Any]:
@@ -341,13 +347,21 @@ class EncodedPrompt:
     messages: Sequence[tuple[int, str]] | None = None
     """The place in the prompt's text of each message, and the message's number and role; empty: that is not known;
     None: the prompt is not a conversation."""
+    notes: Sequence[str] = ()
+    """Sentences on what was changed in it."""
 
 
 def encoded(
-    prompt: Prompt, tokenizer: Any, vocabulary: int, generated: Callable[[Mapping[str, Any]], Generated | None]
+    prompt: Prompt,
+    tokenizer: Any,
+    vocabulary: int,
+    generated: Callable[[Mapping[str, Any]], Generated | None],
+    as_sent: bool,
 ) -> EncodedPrompt:
     """Return the token ids of a prompt. vocabulary: the number of the model's tokens. generated: returns a message as
-    it was generated, if it was. Raises APIError for a wrong prompt."""
+    it was generated, if it was. as_sent: whether lines that change with each session stay where they are
+    (:func:`~kvkeep.decode.volatile.steady`). Raises APIError for a wrong prompt."""
+    notes = list[str]()
     places: list[tuple[int, str]] | None = None
     if isinstance(prompt, list):
         ids = prompt
@@ -357,8 +371,9 @@ def encoded(
     else:
         if isinstance(prompt, ChatPrompt):
             _check_characters(sum(map(len, texts_of([prompt.messages, prompt.tools]))) + len(prompt.answer))
+            given, notes = (prompt.messages, notes) if as_sent else steady(prompt.messages)
             messages = list[dict[str, Any]]()
-            for number, one in enumerate(prompt.messages):
+            for number, one in enumerate(given):
                 known = generated(one)
                 messages.append({**one, NUMBER: number} | ({} if known is None else {GENERATED: known}))
             text = prompt_text(
@@ -372,7 +387,7 @@ def encoded(
     if len(ids) > MAX_PROMPT_TOKENS:
         sentence = f"The prompt has {len(ids):,} tokens, and at most {MAX_PROMPT_TOKENS:,} are allowed; shorten it."
         raise APIError(400, sentence, "context_length_exceeded")
-    return EncodedPrompt(ids, places)
+    return EncodedPrompt(ids, places, notes)
 
 
 def _check_characters(count: int) -> None:

@@ -59,10 +59,13 @@ class Reuse:
     messages: Sequence[tuple[int, str]] | None
     """For each message, the number of characters before it, and its number and role; empty: that is not known; None:
     the prompt is not a conversation."""
+    notes: Sequence[str] = ()
+    """Sentences on what the server did with the request."""
 
     def report(self, answer: Finished) -> dict[str, Any]:
         """Return what a reply tells of it."""
-        return {} if self.messages is None else {"reuse": self._sentence(answer, self.messages)}
+        notes = {"notes": [*self.notes]} if self.notes else {}
+        return notes if self.messages is None else {"reuse": self._sentence(answer, self.messages), **notes}
 
     def _sentence(self, answer: Finished, messages: Sequence[tuple[int, str]]) -> str:
         """Return how many of the prompt's tokens were not read again, and which message differs from the text that was
