@@ -46,7 +46,7 @@ def command(run: Run, long_model_folder: Path, tmp_path: Path) -> Callable[..., 
 def first_cached(folder: Path, model: Path, owner: str = "local") -> tuple[int, int]:
     """Tokens of the request, and those of them that a new server does not read."""
     loaded = load(str(model))
-    ids = encoded(ChatRequest.model_validate(REQUEST).given(), loaded.tokenizer, 10**6)
+    ids = encoded(ChatRequest.model_validate(REQUEST).given(), loaded.tokenizer, 10**6).ids
     engine = Engine(loaded, 10**9, store=Store(folder), method="full")
     client = Client(engine, ids, 1, owner=owner)
     steps(engine)
@@ -98,7 +98,7 @@ def test_ctrl_c_stores_what_was_read_and_the_same_command_reads_the_rest(
 def test_what_cannot_be_read_ahead_is_one_sentence(command: Run, tmp_path: Path) -> None:
     for name, body, sentence in (
         ("a.json", "no json", "is not valid JSON"),
-        ("b.json", "[1]", "has no 'messages' or 'prompt'"),
+        ("b.json", "[1]", "has no 'messages', 'input' or 'prompt'"),
         ("c.json", json.dumps(REQUEST | {"temperature": "hot"}), "would refuse the request"),
         ("d.json", json.dumps(REQUEST | {"messages": [{"role": "x", "content": SAID}]}), "would refuse the request"),
         ("e.txt", SAID * 10, "and the model's context 2,048; shorten it"),

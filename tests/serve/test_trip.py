@@ -31,9 +31,9 @@ MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/r
 """The model computes, and a token is chosen."""
 BESIDE = (
     "errors.py", "decode/texts.py", "serve/http/connection.py", "serve/http/errors.py", "serve/http/metrics.py",
-    "serve/beginnings.py", "serve/session_storage.py", "blocks/value.py",
+    "serve/beginnings.py", "serve/session_storage.py", "blocks/value.py", "serve/http/keys.py", "engine/stops.py",
 )  # fmt: skip
-"""Limits of time, errors, figures, what a text is worth, and a store, which this server does not have."""
+"""Limits of time, errors, keys, stop strings, figures, what a text is worth, and a store, which this server does not have."""
 
 
 @pytest.fixture

@@ -355,8 +355,8 @@ def encoded(
     prompt: Prompt,
     tokenizer: Any,
     vocabulary: int,
-    generated: Callable[[Mapping[str, Any]], Generated | None],
-    as_sent: bool,
+    generated: Callable[[Mapping[str, Any]], Generated | None] = lambda _: None,
+    as_sent: bool = False,
 ) -> EncodedPrompt:
     """Return the token ids of a prompt. vocabulary: the number of the model's tokens. generated: returns a message as
     it was generated, if it was. as_sent: whether lines that change with each session stay where they are
