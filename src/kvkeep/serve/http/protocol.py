@@ -374,7 +374,7 @@ def encoded(
             given, notes = (prompt.messages, notes) if as_sent else steady(prompt.messages)
             messages = list[dict[str, Any]]()
             for number, one in enumerate(given):
-                known = generated(one)
+                known = generated(one) if one["role"] == "assistant" else None
                 messages.append({**one, NUMBER: number} | ({} if known is None else {GENERATED: known}))
             text = prompt_text(
                 tokenizer, messages, answer=prompt.answer, tools=prompt.tools, variables=prompt.variables

@@ -40,8 +40,6 @@ class AnswerRecords:
 
     def find(self, records: OwnerRecords, message: Mapping[str, Any]) -> Generated | None:
         """Return an answer as it was generated: by the id of a call, or by what it says."""
-        if message["role"] != "assistant":
-            return None
         key = answer_key(message)
         for name in (*(one["id"] for one in message.get("tool_calls", ())), key):
             found = records.get(f"{self._model} {name}")
