@@ -130,11 +130,11 @@ def _prompt(completions: Callable[[str], Iterable[tuple[str, str]]]) -> Callable
             for word, meaning in completions(line):
                 yield Completion(word, start_position=line.rfind(" ") + 1 - len(line), display_meta=meaning)
 
-    keys = KeyBindings()
+    terminal, keys = create_output(always_prefer_tty=True), KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     session: PromptSession[str] = PromptSession(
         FormattedText([("bold", "> ")]),
-        output=create_output(always_prefer_tty=True),
+        output=terminal,
         history=_history(),
         completer=Commands(),
         complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
@@ -143,7 +143,16 @@ def _prompt(completions: Callable[[str], Iterable[tuple[str, str]]]) -> Callable
         enable_open_in_editor=True,
         reserve_space_for_menu=5,
     )
-    return lambda: check_text(session.prompt(handle_sigint=False).strip(), _LINE)
+
+    def asked() -> str:
+        try:
+            return check_text(session.prompt(handle_sigint=False).strip(), _LINE)
+        except SystemExit:  # a signal may end it while it draws
+            terminal.disable_bracketed_paste()
+            terminal.flush()
+            raise
+
+    return asked
 
 
 def _history() -> Any:
