@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from kvkeep.decode.answer_form import Answers, Calls
+from kvkeep.decode.answer_form import Answers
 from kvkeep.decode.answer_format import AnswerFormat
 from kvkeep.decode.answer_reader import Part, Reasoning
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
@@ -20,6 +20,7 @@ from kvkeep.serve.http.conversation import (
     AnswerCall,
     AnswerForm,
     AnswerParts,
+    ConversationRequest,
     conversation,
     effort_variables,
     ended,
@@ -28,7 +29,6 @@ from kvkeep.serve.http.protocol import (
     MAX_STOPS,
     AnswerRequest,
     Context,
-    FormOf,
     Name,
     Object,
     Progress,
@@ -211,7 +211,7 @@ def _no_known_variable(given: dict[str, Any]) -> dict[str, Any]:
 Variables = Annotated[Object, AfterValidator(_no_known_variable)]
 
 
-class ChatRequest(CompletionRequest):
+class ChatRequest(CompletionRequest, ConversationRequest):
     """``POST /v1/chat/completions``."""
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -280,9 +280,12 @@ class ChatRequest(CompletionRequest):
         """Return the conversation up to its answer, or to the end of a last message to be continued."""
         messages = [one.plain() for one in self.messages]
         variables = effort_variables(self.reasoning_effort) | self.chat_template_kwargs
-        return conversation(
-            messages, self._form.tools, "messages", continues=self.continue_final_message, variables=variables
-        )
+        return conversation(messages, self.answer_form.tools, "messages", continues=self.continues, variables=variables)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message."""
+        return self.continue_final_message
 
     @property
     def token_limit(self) -> int | None:
@@ -290,7 +293,8 @@ class ChatRequest(CompletionRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def _form(self) -> AnswerForm:
+    def answer_form(self) -> AnswerForm:
+        """What the answer may be."""
         given, choice = self.response_format, self.tool_choice
         schema = (
             None if given is None else {"type": "object"} if given.json_schema is None else given.json_schema.schema_
@@ -300,14 +304,6 @@ class ChatRequest(CompletionRequest):
             return AnswerForm(tools, "required", [choice.function.name], False, schema)
         return AnswerForm(tools, choice, None, self.parallel_tool_calls, schema)
 
-    def calls(self) -> Calls:
-        """Return which calls the answer may have."""
-        return self._form.calls()
-
-    def form(self) -> tuple[str, FormOf] | None:
-        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
-        return self._form.form() or super().form()
-
     @property
     def logprob_count(self) -> int | None:
         """The number of likeliest tokens reported with each token; None: no log-probabilities."""
@@ -316,10 +312,6 @@ class ChatRequest(CompletionRequest):
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
         return Choices(context, self.logprobs, self.usage_in_stream, AnswerParts(context, self.calls()))
-
-    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
-        """Return what converts an answer to a message as chat templates take it."""
-        return None if self.continue_final_message else self._form.answered(context)
 
 
 class TextRequest(CompletionRequest):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.engine.forms import of_schema
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.protocol import ChatPrompt, Context, FormOf, StreamEvent
+from kvkeep.serve.http.protocol import AnswerRequest, ChatPrompt, Context, FormOf, StreamEvent
 from kvkeep.serve.session import Finished
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -140,6 +141,32 @@ class AnswerForm:
             return {"role": "assistant", "content": content} | {name: one for name, one in optional.items() if one}
 
         return message
+
+
+class ConversationRequest(AnswerRequest):
+    """A request for the next answer of a conversation."""
+
+    @property
+    @abstractmethod
+    def answer_form(self) -> AnswerForm:
+        """What the answer may be."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message."""
+        return False
+
+    def calls(self) -> Calls:
+        """Return which calls the answer may have."""
+        return self.answer_form.calls()
+
+    def form(self) -> tuple[str, FormOf] | None:
+        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
+        return self.answer_form.form() or super().form()
+
+    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
+        """Return what converts an answer to a message as chat templates take it; None: it continues one."""
+        return None if self.continues else self.answer_form.answered(context)
 
 
 # -- answers ----------------------------------------------------------------------------------------------

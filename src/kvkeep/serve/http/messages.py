@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from kvkeep.decode.answer_form import Calls
 from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
@@ -16,6 +15,7 @@ from kvkeep.serve.http.conversation import (
     AnswerCall,
     AnswerForm,
     AnswerParts,
+    ConversationRequest,
     called,
     conversation,
     effort_variables,
@@ -24,9 +24,7 @@ from kvkeep.serve.http.conversation import (
 )
 from kvkeep.serve.http.protocol import (
     MAX_STOPS,
-    AnswerRequest,
     Context,
-    FormOf,
     Name,
     Object,
     Progress,
@@ -242,12 +240,10 @@ class CountRequest(Strict):
         messages = [*system, *(one for message in self.messages for one in message.plain())]
         thinks = None if self.thinking is None or self.thinking.type == "adaptive" else self.thinking.type
         variables = {} if thinks is None else effort_variables("none" if thinks == "disabled" else "medium")
-        return conversation(
-            messages, self.answer_form.tools, "messages", continues=self._continues, variables=variables
-        )
+        return conversation(messages, self.answer_form.tools, "messages", continues=self.continues, variables=variables)
 
     @property
-    def _continues(self) -> bool:
+    def continues(self) -> bool:
         """Whether the answer continues the last message."""
         last = [*self.messages[-1].plain()][-1:]
         return bool(last) and last[0]["role"] == "assistant" and "tool_calls" not in last[0]
@@ -267,7 +263,7 @@ class CountRequest(Strict):
         )
 
 
-class MessagesRequest(CountRequest, AnswerRequest):
+class MessagesRequest(CountRequest, ConversationRequest):
     """``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -284,21 +280,9 @@ class MessagesRequest(CountRequest, AnswerRequest):
         """Strings that end the answer."""
         return self.stop_sequences or []
 
-    def calls(self) -> Calls:
-        """Return which calls the answer may have."""
-        return self.answer_form.calls()
-
-    def form(self) -> tuple[str, FormOf] | None:
-        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
-        return self.answer_form.form() or super().form()
-
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
         return MessageReply(context, AnswerParts(context, self.calls()))
-
-    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
-        """Return what converts an answer to a message as chat templates take it."""
-        return None if self._continues else self.answer_form.answered(context)
 
 
 SIGNATURE = "kvkeep"

@@ -11,19 +11,19 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, Tag, field_validator
 
 from kvkeep.blocks.records import OwnerRecords, Records
-from kvkeep.decode.answer_form import Calls
 from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     AnswerForm,
     AnswerParts,
+    ConversationRequest,
     called,
     conversation,
     effort_variables,
@@ -32,9 +32,7 @@ from kvkeep.serve.http.conversation import (
 )
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.protocol import (
-    AnswerRequest,
     Context,
-    FormOf,
     Name,
     Object,
     Progress,
@@ -258,7 +256,7 @@ class Effort(Strict):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
-class ResponseRequest(AnswerRequest):
+class ResponseRequest(ConversationRequest):
     """``POST /v1/responses``."""
 
     hints: ClassVar[frozenset[str]] = frozenset({
@@ -343,21 +341,9 @@ class ResponseRequest(AnswerRequest):
             return AnswerForm(tools, choice.mode, allowed, several, schema, "text.format")
         return AnswerForm(tools, choice, None, several, schema, "text.format")
 
-    def calls(self) -> Calls:
-        """Return which calls the answer may have."""
-        return self.answer_form.calls()
-
-    def form(self) -> tuple[str, FormOf] | None:
-        """Return the form of the answer, as :meth:`AnswerRequest.form`."""
-        return self.answer_form.form() or super().form()
-
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
         return ResponseReply(context, self, self._records if self.store else None)
-
-    def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
-        """Return what converts an answer to a message as chat templates take it."""
-        return self.answer_form.answered(context)
 
 
 def _functions(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, FunctionTool]]:
