@@ -165,7 +165,8 @@ def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
     [
         ({"tools": [{}]}, "tools"),
         ({"logit_bias": {"5": 1000}}, "logit_bias.5"),
-        ({"n": 2}, "n"),
+        ({"n": 200}, "n"),
+        ({"n": 2, "kvkeep": {"session": "one"}}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -291,7 +292,7 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
         "context_length_exceeded"
     )
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="tiny", messages=ASK, n=2)  # type: ignore[arg-type]
+        client.chat.completions.create(model="tiny", messages=ASK, n=200)  # type: ignore[arg-type]
     assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/ready").status_code == 200
 
 
@@ -359,3 +360,30 @@ def test_a_bias_changes_which_tokens_are_chosen(address: str) -> None:
     assert pushed.split()[0] == best[1].strip()
     refused = post(address, asked | {"logit_bias": {"999999": 1}})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_several_answers_are_those_of_several_requests(address: str, path: str) -> None:
+    given = {"messages": ASK} if path == CHAT else {"prompt": "the river"}
+    asked = {"model": "tiny", "max_tokens": 5, "temperature": 1.5, "seed": 7, "top_k": 0, "top_p": 1, **given}
+
+    def text(choice: Any) -> str:
+        return str(choice["message"]["content"] if path == CHAT else choice["text"])
+
+    found = post(address, asked | {"n": 3}, path=path).json()
+    assert [one["index"] for one in found["choices"]] == [0, 1, 2]
+    each = [post(address, asked | {"seed": 7 + number}, path=path).json() for number in range(3)]
+    texts = [text(one["choices"][0]) for one in each]
+    assert [text(one) for one in found["choices"]] == texts and len(set(texts)) > 1
+    written = sum(one["usage"]["completion_tokens"] for one in each)
+    assert found["usage"]["completion_tokens"] == written
+    options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    lines = [line[6:] for line in post(address, asked | options, path=path).text.split("\n\n") if line]
+    streamed, usage = {0: "", 1: "", 2: ""}, []
+    assert lines.pop() == "[DONE]" and "[DONE]" not in lines
+    for line in map(json.loads, lines):
+        usage += [line["usage"]] * (not line["choices"])
+        for choice in line["choices"]:
+            part = choice["delta"].get("content", "") if path == CHAT else choice["text"]
+            streamed[choice["index"]] += part
+    assert [*streamed.values()] == texts and [one["completion_tokens"] for one in usage] == [written]

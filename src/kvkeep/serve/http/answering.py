@@ -38,6 +38,7 @@ from kvkeep.serve.http.protocol import (
     FormOf,
     Progress,
     Prompt,
+    Reply,
     StreamEvent,
     encoded,
 )
@@ -136,36 +137,55 @@ class Answering:
         hold.tokens(len(prompt))
         limit = self._max_tokens(body.token_limit, prompt, cache)
         self._check_bias(body.bias)
-        ask = body.ask(prompt, limit, self.sampling, grammar, answers)
+        asks = body.asks(prompt, limit, self.sampling, grammar, answers)
         notes = [*encoded_prompt.notes, *_notes(answers, body.calls(), grammar)]
         reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages, notes)
         context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, answers, reuse.report)
-        reply, answered = body.reply(context), body.answered(context)
+        contexts = [replace(context, index=number) for number in range(len(asks))]
+        replies, remembered = [body.reply(one) for one in contexts], [body.answered(one) for one in contexts]
         stream, named = body.stream, bool(body.cache())
         if not stream:
-            _check_logprobs(ask)
+            _check_logprobs(asks)
+        if name is not None and len(asks) > 1:
+            sentence = "'n' is above 1, but a session continues with one answer; leave out one of them."
+            raise APIError(400, sentence, "invalid_value", "n")
         del body  # its texts, while the answer waits
-        submit = partial(self.engine.submit, ask, name=name, owner=owner, names_cache=named, **cache)
-        answer = AnswerEvents(submit, self.limits, owner, stream, self.metrics.finished)
+        submit = partial(self.engine.submit, name=name, owner=owner, names_cache=named, **cache)
+        running = list[AnswerEvents]()
+        try:
+            for ask in asks:
+                one = partial(submit, ask)
+                running.append(AnswerEvents(one, self.limits, owner, stream, self.metrics.finished))
+        except BaseException:
+            for answer in running:
+                answer.disconnect()
+            raise
 
-        def remember(event: StreamEvent) -> None:
-            if answered is not None and isinstance(event, Finished):
+        def remember(number: int, event: StreamEvent) -> None:
+            if (answered := remembered[number]) is not None and isinstance(event, Finished):
                 self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
 
         if kept is not None:
-            stream_of_all = reply.stream(_with_last(answer.events(await answer.first()), remember))
-            kept.fill(stream_of_all, answer.stop, partial(self._end_kept, hold.moved()))
+            (answer,), (reply,) = running, replies
+            events = _with_last(answer.events(await answer.first()), partial(remember, 0))
+            kept.fill(reply.stream(events), answer.stop, partial(self._end_kept, hold.moved()))
             return StreamingResponse(kept.follow(), media_type="text/event-stream", headers=STREAM_HEADERS)
         if stream:
-            first = await unless_disconnected(request, answer.first())
-            text = _closing(reply.stream(_with_last(answer.events(first), remember)), answer)
+            first = await unless_disconnected(request, running[0].first())
+            streams = [
+                reply.stream(_with_last(_later(answer) if number else answer.events(first), partial(remember, number)))
+                for number, (reply, answer) in enumerate(zip(replies, running, strict=True))
+            ]
+            text = _closing(streams, running)
             return StreamingResponse(text, media_type="text/event-stream", headers=STREAM_HEADERS)
         try:
-            events = await unless_disconnected(request, answer.all())
-            await asyncio.to_thread(remember, events[-1])
-            return await json_response(reply.complete, events)
+            found = await unless_disconnected(request, _all(running))
+            for number, each in enumerate(found):
+                await asyncio.to_thread(remember, number, each[-1])
+            return await json_response(_joined, replies, found)
         finally:
-            answer.disconnect()
+            for answer in running:
+                answer.disconnect()
 
     def _end_kept(self, hold: Hold) -> None:
         """Release what an answer needed that is kept and has ended."""
@@ -237,13 +257,14 @@ class Answering:
         return token_texts(self._tokenizer, ids), [place for place, one in enumerate(ids) if one in special]
 
 
-def _check_logprobs(ask: Ask) -> None:
-    """Raise APIError if an answer that is sent at once may have too many log-probabilities."""
-    if ask.top_logprobs is None or ask.max_tokens * (1 + ask.top_logprobs) <= MAX_LOGPROBS:
+def _check_logprobs(asks: Sequence[Ask]) -> None:
+    """Raise APIError if answers that are sent at once may have too many log-probabilities."""
+    ask, most = asks[0], MAX_LOGPROBS // len(asks)
+    if ask.top_logprobs is None or ask.max_tokens * (1 + ask.top_logprobs) <= most:
         return
     sentence = (
         f"An answer that is not a stream has at most {MAX_LOGPROBS:,} log-probabilities, those of likeliest tokens "
-        f"included; set 'max_tokens' to at most {MAX_LOGPROBS // (1 + ask.top_logprobs)}, or send 'stream': true."
+        f"included; set 'max_tokens' to at most {most // (1 + ask.top_logprobs)}, or send 'stream': true."
     )
     raise APIError(400, sentence, "invalid_value", "max_tokens")
 
@@ -266,13 +287,40 @@ async def _with_last(
         yield event
 
 
-async def _closing(text: AsyncIterator[str], answer: AnswerEvents) -> AsyncIterator[str]:
-    """Yield from a stream, and cancel its request when the stream is closed."""
+async def _later(answer: AnswerEvents) -> AsyncIterator[StreamEvent | Progress]:
+    """Yield the events of an answer whose stream has begun with another answer."""
     try:
-        async for one in text:
-            yield one
+        first = await answer.first()
+    except Exception as error:  # the stream says what is wrong
+        yield error
+        return
+    async for event in answer.events(first):
+        yield event
+
+
+async def _all(running: Sequence[AnswerEvents]) -> list[list[StreamEvent]]:
+    """Return all events of answers."""
+    return [await answer.all() for answer in running]
+
+
+def _joined(replies: Sequence[Reply], events: Sequence[Sequence[StreamEvent]]) -> Mapping[str, Any]:
+    """Return the replies with the answers to a request as one. Raises the error that ended one of them."""
+    found = [reply.complete(each) for reply, each in zip(replies, events, strict=True)]
+    if len(found) == 1:
+        return found[0]
+    choices = [choice for one in found for choice in one["choices"]]
+    return {**found[0], "choices": choices, "usage": found[-1]["usage"]}
+
+
+async def _closing(streams: Sequence[AsyncIterator[str]], running: Sequence[AnswerEvents]) -> AsyncIterator[str]:
+    """Yield from streams, one after the other, and cancel their answers when the stream is closed."""
+    try:
+        for text in streams:
+            async for one in text:
+                yield one
     finally:
-        answer.disconnect()
+        for answer in running:
+            answer.disconnect()
 
 
 # -- events -----------------------------------------------------------------------------------------------

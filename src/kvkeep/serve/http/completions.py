@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -60,6 +61,9 @@ def _one_prompt(given: Any) -> Any:
     return given[0]
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+MAX_ANSWERS = 16
+"""Answers to one request."""
 MAX_BIASES = 10_000
 """Tokens whose logits one request changes."""
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -76,7 +80,6 @@ class StreamOptions(Strict):
 class CompletionRequest(AnswerRequest):
     """The fields of both completions."""
 
-    void: ClassVar[Mapping[str, Sequence[Any]]] = {"n": (1,)}
     hints: ClassVar[frozenset[str]] = frozenset({
         "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store", "verbosity",
@@ -86,6 +89,8 @@ class CompletionRequest(AnswerRequest):
     """The maximum number of tokens of the answer."""
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
+    """The number of answers."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] = Field(default_factory=dict)
     """Added to the logits of tokens, by their ids."""
     user: Name | None = None
@@ -106,6 +111,11 @@ class CompletionRequest(AnswerRequest):
     def token_limit(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_tokens
+
+    @property
+    def count(self) -> int:
+        """The number of answers."""
+        return self.n
 
     @property
     def bias(self) -> dict[int, float]:
@@ -215,7 +225,6 @@ class ChatRequest(CompletionRequest, ConversationRequest):
     """``POST /v1/chat/completions``."""
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **CompletionRequest.void,
         "tools": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],),
     }  # fmt: skip
 
@@ -311,14 +320,13 @@ class ChatRequest(CompletionRequest, ConversationRequest):
 
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return Choices(context, self.logprobs, self.usage_in_stream, AnswerParts(context, self.calls()))
+        return Choices(context, self, self.logprobs, AnswerParts(context, self.calls()))
 
 
 class TextRequest(CompletionRequest):
     """``POST /v1/completions``."""
 
     void: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **CompletionRequest.void,
         "suffix": ("",),
         "best_of": (1,),
         "echo": (False,),
@@ -345,7 +353,7 @@ class TextRequest(CompletionRequest):
 
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return Choices(context, self.logprobs is not None, self.usage_in_stream)
+        return Choices(context, self, self.logprobs is not None)
 
 
 class TokenizeRequest(Strict):
@@ -373,12 +381,15 @@ class TokenizeRequest(Strict):
 
 
 class Choices:
-    """The reply of a request, with one choice. logprobs: whether it has log-probabilities. with_usage: whether a stream
-    has the numbers of tokens. parts: those of an answer of a conversation; None: it continues a text."""
+    """The reply with one answer to a request: one choice. logprobs: whether it has log-probabilities. parts: those of
+    an answer of a conversation; None: it continues a text."""
 
-    def __init__(self, context: Context, logprobs: bool, with_usage: bool, parts: AnswerParts | None = None) -> None:
+    def __init__(
+        self, context: Context, request: CompletionRequest, logprobs: bool, parts: AnswerParts | None = None
+    ) -> None:
         self._parts, self._context = parts, context
-        self._logprobs, self._with_usage = logprobs, with_usage
+        self._logprobs, self._with_usage = logprobs, request.usage_in_stream
+        self._last = context.index == request.count - 1
         self._offset = 0  # characters of the text whose tokens were sent
         self._nothing: dict[str, Any] = {"delta": {}} if parts else {"text": ""}
         prefix, self._kind = ("chatcmpl", "chat.completion") if parts else ("cmpl", "text_completion")
@@ -392,9 +403,11 @@ class Choices:
         choice: dict[str, Any] = {"text": last.text}
         if self._parts is not None:
             choice = {"message": _message(self._parts.joined(self._parts.all(last)))}
-        choice |= {"index": 0, "finish_reason": self._reason(last)}
+        choice |= {"index": self._context.index, "finish_reason": self._reason(last)}
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
-        return self._head | {"object": self._kind, "choices": [choice], "usage": usage(last)} | self._report(last)
+        self._context.ended.append(last)
+        found = {"object": self._kind, "choices": [choice], "usage": usage(self._context.ended)}
+        return self._head | found | self._report(last)
 
     def _report(self, answer: Finished) -> dict[str, Any]:
         report = self._context.report(answer)
@@ -420,15 +433,17 @@ class Choices:
             elif isinstance(event, Finished):
                 for one in self._deltas(event):
                     yield self._chunk(one)
-                yield self._chunk(self._nothing, self._reason(event))
-                if self._with_usage:
-                    end = {"object": self._chunk_kind, "choices": [], "usage": usage(event)}
-                    yield server_sent(self._head | end | self._report(event))
+                self._context.ended.append(event)
+                yield self._chunk(self._nothing, self._reason(event), self._report(event))
+                if self._with_usage and self._last:
+                    end = {"object": self._chunk_kind, "choices": [], "usage": usage(self._context.ended)}
+                    yield server_sent(self._head | end)
             elif isinstance(event, Progress):
                 yield event.comment
             else:
                 yield server_sent(self._context.to_error(event).body())
-        yield "data: [DONE]\n\n"
+        if self._last:
+            yield "data: [DONE]\n\n"
 
     def _deltas(self, event: TextPiece | Finished) -> list[dict[str, Any]]:
         """Return the next parts of a stream."""
@@ -445,9 +460,9 @@ class Choices:
         call = _call(self._parts.begun(part)) if part.name else {"function": {"arguments": part.arguments}}
         return {"delta": {"tool_calls": [{"index": part.index, **call}]}}
 
-    def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
-        choice = {"index": 0, **fields, "finish_reason": reason}
-        body = self._head | {"object": self._chunk_kind, "choices": [choice]}
+    def _chunk(self, fields: dict[str, Any], reason: str | None = None, report: Mapping[str, Any] = NOTHING) -> str:
+        choice = {"index": self._context.index, **fields, "finish_reason": reason}
+        body = self._head | {"object": self._chunk_kind, "choices": [choice], **report}
         return server_sent(body | ({"usage": None} if self._with_usage else {}))
 
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -471,15 +486,16 @@ def _token(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": spelt(data), "logprob": logprob, "bytes": [*data]}
 
 
-def usage(answer: Finished) -> dict[str, Any]:
-    """Return the numbers of tokens; cached tokens were not read again. For a text past
+def usage(answers: Sequence[Finished]) -> dict[str, Any]:
+    """Return the numbers of tokens of the answers to a request; cached tokens were not read again. For a text past
     its exact part, include the length of this part; if the oldest entries were dropped, include their number."""
+    answer, written = answers[0], sum(one.written for one in answers)
     prompt = answer.cached + answer.read
     limits = {"exact_tokens": answer.exact_tokens, "lost_tokens": answer.lost_tokens or None}
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": answer.written,
-        "total_tokens": prompt + answer.written,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": answer.cached},
         **{name: number for name, number in limits.items() if number is not None},
     }

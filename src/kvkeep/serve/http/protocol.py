@@ -245,6 +245,10 @@ class Context:
     """The format of the model's answers."""
     report: Callable[[Finished], Mapping[str, Any]] = lambda _: {}
     """Returns what the reply says of an answer in the field ``kvkeep``."""
+    index: int = 0
+    """The answer's number among those to the request."""
+    ended: list[Finished] = field(default_factory=list)
+    """The ends of all of them so far."""
 
 
 class AnswerRequest(Strict):
@@ -294,6 +298,11 @@ class AnswerRequest(Strict):
         """What is added to the logits of tokens."""
         return {}
 
+    @property
+    def count(self) -> int:
+        """The number of answers."""
+        return 1
+
     def form(self) -> tuple[str, FormOf] | None:
         """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
         text."""
@@ -312,14 +321,20 @@ class AnswerRequest(Strict):
         """Return which calls the answer may have."""
         return Calls()
 
-    def ask(
+    def asks(
         self, prompt: list[int], max_tokens: int, defaults: Sampling, grammar: Grammar | None, answers: Answers
-    ) -> Ask:
-        """Return the request to the engine. defaults: of the settings of sampling that the request leaves out. grammar:
-        the compiled :meth:`form`. answers: their format."""
+    ) -> list[Ask]:
+        """Return the requests to the engine, one for each answer; with a seed, each has the next one. defaults: of the
+        settings of sampling that the request leaves out. grammar: the compiled :meth:`form`. answers: their format."""
         given = {name: one for name, field in FIELDS.items() if (one := getattr(self, field)) is not None}
-        sampling = replace(defaults, **given, seed=self.seed, grammar=grammar, bias=self.bias)
-        return Ask(prompt, max_tokens, sampling, self.stops, self.logprob_count, answers.named(self.calls()))
+        sampling = replace(defaults, **given, grammar=grammar, bias=self.bias)
+        seeds = [None if self.seed is None else (self.seed + number) % _SEED for number in range(self.count)]
+        seeds[0] = self.seed
+        named = answers.named(self.calls())
+        return [
+            Ask(prompt, max_tokens, replace(sampling, seed=seed), self.stops, self.logprob_count, named)
+            for seed in seeds
+        ]
 
     def cache(self) -> dict[str, Any]:
         """Return method and budget, if the request names them."""
