@@ -144,7 +144,7 @@ def _prompt(completions: Callable[[str], Iterable[tuple[str, str]]]) -> Callable
         reserve_space_for_menu=5,
     )
 
-    def asked() -> str:
+    def next_question() -> str:
         try:
             return check_text(session.prompt(handle_sigint=False).strip(), _LINE)
         except SystemExit:  # a signal may end it while it draws
@@ -152,7 +152,7 @@ def _prompt(completions: Callable[[str], Iterable[tuple[str, str]]]) -> Callable
             terminal.flush()
             raise
 
-    return asked
+    return next_question
 
 
 def _history() -> Any:
