@@ -251,22 +251,22 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
         body = await read_body(request, ResponseRequest)
         return await answering.respond(request, body.using(records.of(request.state.owner)))
 
-    @app.get("/v1/responses/{number}")
-    async def response_of(request: Request, number: str) -> Any:
+    @app.get("/v1/responses/{response_id}")
+    async def response_of(request: Request, response_id: str) -> Any:
         """Return a recorded response."""
-        return (await recorded(request, number))["response"]
+        return (await recorded(request, response_id))["response"]
 
-    @app.delete("/v1/responses/{number}")
-    async def remove_response(request: Request, number: str) -> Any:
+    @app.delete("/v1/responses/{response_id}")
+    async def remove_response(request: Request, response_id: str) -> Any:
         """Remove a recorded response."""
-        await recorded(request, number)
-        await asyncio.to_thread(records.remove, request.state.owner, number)
-        return {"id": number, "object": "response", "deleted": True}
+        await recorded(request, response_id)
+        await asyncio.to_thread(records.remove, request.state.owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
-    async def recorded(request: Request, number: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(records.get, request.state.owner, number)
+    async def recorded(request: Request, response_id: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(records.get, request.state.owner, response_id)
         if found is None or "response" not in found:
-            raise APIError(404, f"There is no response '{number[:100]}'.", "not_found")
+            raise APIError(404, f"There is no response '{response_id[:100]}'.", "not_found")
         return found
 
     @app.post("/v1/messages")

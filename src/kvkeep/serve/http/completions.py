@@ -25,6 +25,7 @@ from kvkeep.serve.http.conversation import (
     conversation,
     effort_variables,
     ended,
+    text_of,
 )
 from kvkeep.serve.http.protocol import (
     MAX_STOPS,
@@ -186,7 +187,7 @@ class Message(Strict):
     @property
     def text(self) -> str:
         """The text of all parts."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return text_of(self.content)
 
     @model_validator(mode="after")
     def _calls_of_answers(self) -> Message:
@@ -407,11 +408,7 @@ class Choices:
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
         self._context.ended.append(last)
         found = {"object": self._kind, "choices": [choice], "usage": usage(self._context.ended)}
-        return self._head | found | self._report(last)
-
-    def _report(self, answer: Finished) -> dict[str, Any]:
-        report = self._context.report(answer)
-        return {"kvkeep": report} if report else {}
+        return self._head | found | self._context.extension(last)
 
     def _reason(self, answer: Finished) -> str:
         """Return the finish reason. An answer cut off by the time limit or the server's end has the reason
@@ -434,7 +431,7 @@ class Choices:
                 for one in self._deltas(event):
                     yield self._chunk(one)
                 self._context.ended.append(event)
-                yield self._chunk(self._nothing, self._reason(event), self._report(event))
+                yield self._chunk(self._nothing, self._reason(event), self._context.extension(event))
                 if self._with_usage and self._last:
                     end = {"object": self._chunk_kind, "choices": [], "usage": usage(self._context.ended)}
                     yield server_sent(self._head | end)

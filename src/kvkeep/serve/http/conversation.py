@@ -70,9 +70,14 @@ def _wrong(field: str, reason: str) -> APIError:
     return APIError(400, f"'{field}' is wrong: {reason}.", "invalid_value", field)
 
 
-def called(number: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def text_of(content: str | list[Any]) -> str:
+    """Return the text of a message's content, or of its parts, which have a ``text`` each."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def called(identifier: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call as chat templates take it."""
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +206,7 @@ class AnswerParts:
     """The parts of an answer, from its events. calls: those that it may have."""
 
     def __init__(self, context: Context, calls: Calls) -> None:
-        self._reader, self._number = context.answers.reader(calls), context.id
+        self._reader, self._answer_id = context.answers.reader(calls), context.id
 
     @property
     def calls(self) -> bool:
@@ -218,7 +223,7 @@ class AnswerParts:
 
     def begun(self, part: CallPart) -> AnswerCall:
         """Return the call of which this is the first part."""
-        return AnswerCall(call_id(self._number, part.index), part.name, part.arguments)
+        return AnswerCall(call_id(self._answer_id, part.index), part.name, part.arguments)
 
     def joined(self, parts: Iterable[Part]) -> list[str | Reasoning | AnswerCall]:
         """Return the texts, the reasoning and the calls of a complete answer in order."""

@@ -20,6 +20,7 @@ from kvkeep.serve.http.conversation import (
     conversation,
     effort_variables,
     ended,
+    text_of,
     tool,
 )
 from kvkeep.serve.http.protocol import (
@@ -107,10 +108,6 @@ AnyBlock = Annotated[
 ]
 
 
-def _text(given: str | Sequence[TextBlock]) -> str:
-    return given if isinstance(given, str) else "\n".join(one.text for one in given)
-
-
 class InputMessage(Strict):
     """A message of a conversation."""
 
@@ -130,10 +127,10 @@ class InputMessage(Strict):
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         for one in blocks:
             if isinstance(one, ToolResult):
-                content = f"Error: {_text(one.content)}" if one.is_error else _text(one.content)
+                content = f"Error: {text_of(one.content)}" if one.is_error else text_of(one.content)
                 yield {"role": "tool", "content": content, "tool_call_id": one.tool_use_id}
         texts = [one for one in blocks if isinstance(one, TextBlock)]
-        found: dict[str, Any] = {"role": self.role, "content": _text(texts)}
+        found: dict[str, Any] = {"role": self.role, "content": text_of(texts)}
         thoughts = "\n".join(one.thinking for one in blocks if isinstance(one, Thinking))
         calls = [called(one.id, one.name, one.input) for one in blocks if isinstance(one, ToolUse)]
         if texts or calls or thoughts or not blocks:
@@ -236,7 +233,7 @@ class CountRequest(Strict):
 
     def given(self) -> Prompt:
         """Return the conversation up to its answer, or to the end of an answer that is the last message."""
-        system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         messages = [*system, *(one for message in self.messages for one in message.plain())]
         thinks = None if self.thinking is None or self.thinking.type == "adaptive" else self.thinking.type
         variables = {} if thinks is None else effort_variables("none" if thinks == "disabled" else "medium")
@@ -304,11 +301,9 @@ class MessageReply:
         """Return the answer as one object. Raises the error that ended it."""
         last = ended(events)
         content = [_block(one) for one in self._parts.joined(self._parts.all(last))]
-        return self._head | {"content": content, **self._end(last), "usage": usage(last)} | self._report(last)
-
-    def _report(self, answer: Finished) -> dict[str, Any]:
-        report = self._context.report(answer)
-        return {"kvkeep": report} if report else {}
+        return (
+            self._head | {"content": content, **self._end(last), "usage": usage(last)} | self._context.extension(last)
+        )
 
     def _end(self, answer: Finished) -> dict[str, Any]:
         """Return why an answer ended."""
@@ -344,7 +339,7 @@ class MessageReply:
                 for one in _closed(index, kind):
                     yield one
                 end = {"delta": self._end(event), "usage": usage(event)}
-                yield _event("message_delta", **end, **self._report(event))
+                yield _event("message_delta", **end, **self._context.extension(event))
                 yield _event("message_stop")
 
     def _begun(self, part: Part) -> dict[str, Any]:

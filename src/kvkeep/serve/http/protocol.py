@@ -250,6 +250,13 @@ class Context:
     ended: list[Finished] = field(default_factory=list)
     """The ends of all of them so far."""
 
+    def extension(self, answer: Finished, notes: Sequence[str] = ()) -> dict[str, Any]:
+        """Return a reply's field ``kvkeep`` by its name, with more ``notes``; without anything to say, no field."""
+        found = dict(self.report(answer))
+        if notes:
+            found["notes"] = [*found.get("notes", ()), *notes]
+        return {"kvkeep": found} if found else {}
+
 
 class AnswerRequest(Strict):
     """The fields of every request for an answer."""

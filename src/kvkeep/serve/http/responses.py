@@ -28,6 +28,7 @@ from kvkeep.serve.http.conversation import (
     conversation,
     effort_variables,
     ended,
+    text_of,
     tool,
 )
 from kvkeep.serve.http.errors import APIError
@@ -72,10 +73,6 @@ class InputText(Item):
 
 
 Texts = Text | Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
-
-
-def _text(given: str | Sequence[InputText]) -> str:
-    return given if isinstance(given, str) else "\n".join(one.text for one in given)
 
 
 class MessageItem(Item):
@@ -140,18 +137,18 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for one in items:
         if isinstance(one, CallOutput):
-            found.append({"role": "tool", "content": _text(one.output), "tool_call_id": one.call_id})
+            found.append({"role": "tool", "content": text_of(one.output), "tool_call_id": one.call_id})
             continue
         if isinstance(one, MessageItem) and one.role != "assistant":
-            found.append({"role": "user" if one.role == "user" else "system", "content": _text(one.content)})
+            found.append({"role": "user" if one.role == "user" else "system", "content": text_of(one.content)})
             continue
         if not found or found[-1]["role"] != "assistant":
             found.append({"role": "assistant", "content": ""})
         answer = found[-1]
         if isinstance(one, MessageItem):
-            answer["content"] += ("\n" if answer["content"] else "") + _text(one.content)
+            answer["content"] += ("\n" if answer["content"] else "") + text_of(one.content)
         elif isinstance(one, ReasoningItem):
-            if thoughts := _text(one.content) or _text(one.summary):
+            if thoughts := text_of(one.content) or text_of(one.summary):
                 answer["reasoning_content"] = thoughts
         else:
             arguments = {"input": one.input} if isinstance(one, CustomCall) else json.loads(one.arguments or "{}")
@@ -311,18 +308,18 @@ class ResponseRequest(ConversationRequest):
     def given(self) -> Prompt:
         """Return the conversation up to its answer, the responses that it continues before it."""
         earlier = list[list[dict[str, Any]]]()
-        number = self.previous_response_id
-        while number is not None:
-            record = self._records.get(number) if len(earlier) < MAX_EARLIER else None
+        response_id = self.previous_response_id
+        while response_id is not None:
+            record = self._records.get(response_id) if len(earlier) < MAX_EARLIER else None
             if record is None:
                 raise APIError(
                     404,
-                    f"There is no response '{number[:100]}' that can be continued; send the conversation itself.",
+                    f"There is no response '{response_id[:100]}' that can be continued; send the conversation itself.",
                     "previous_response_not_found",
                     "previous_response_id",
                 )
             earlier.append(record["messages"])
-            number = record["previous"]
+            response_id = record["previous"]
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         before = [message for messages in reversed(earlier) for message in messages]
         messages, variables = [*system, *before, *self.messages()], effort_variables(self.reasoning.effort)
@@ -460,11 +457,9 @@ class ResponseReply:
         found = self._head | {"output": self._items, "usage": usage(answer), "status": "completed"}
         if answer.reason != "stop":
             found |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        report = dict(self._context.report(answer))
-        if self._left_out:
-            kinds = ", ".join(dict.fromkeys(self._left_out))
-            report["notes"] = [*report.get("notes", ()), f"The tools {kinds} are left out: this server runs none."]
-        return found | {"completed_at": int(time.time())} | ({"kvkeep": report} if report else {})
+        kinds = ", ".join(dict.fromkeys(self._left_out))
+        notes = [f"The tools {kinds} are left out: this server runs none."] if kinds else []
+        return found | {"completed_at": int(time.time())} | self._context.extension(answer, notes)
 
     def _keep(self, response: dict[str, Any]) -> None:
         """Record a response. A worker thread calls this."""
