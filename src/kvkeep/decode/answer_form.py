@@ -110,9 +110,9 @@ def _answer(rules: Rules, written: CallFormat, calls: Calls) -> str:
     """Return the alternatives of an answer."""
     if not calls.tools:
         return TEXT if calls.content is None else rules.schema(calls.content)
-    names = [_Call(rules, written, number, *tool) for number, tool in enumerate(calls.tools)]
-    call = f"({' | '.join(one.rule for one in names)})"
-    bare = [one for one in (each.bare() for each in names) if one]
+    each = [_Call(rules, written, number, *tool) for number, tool in enumerate(calls.tools)]
+    call = f"({' | '.join(one.rule for one in each)})"
+    bare = [rule for rule in (one.bare() for one in each) if rule]
     if not written.mark:
         first, more, text = " | ".join(bare), "", TEXT
     else:

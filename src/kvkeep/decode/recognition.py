@@ -129,7 +129,7 @@ def _calls(write: Write, end: str, reasoning: ReasoningFormat | None) -> AnswerF
             continue
         found = _literals(write, answer, count, end, reasoning)
         if found is not None:
-            return AnswerFormat(found, None, False, True, False, as_text, empty)
+            return AnswerFormat(found, plain=False, writes=True, arguments_as_text=as_text, empty=empty)
         taken = taken or (not as_text and _NAMES[0] in text and _KEYS[0] in text)
     return AnswerFormat()
 
