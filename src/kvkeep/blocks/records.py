@@ -1,7 +1,7 @@
 """Records: small JSON objects by owner and name, in a folder of the store or in memory only.
 
-A server keeps what it answered: a later request names an earlier response, or sends an earlier answer back. The least
-recently used records are removed.
+A server records its answers, because a later request may name an earlier response, or send an earlier answer back. The
+least recently used records are removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvkeep.files import make_folder, read_file, write_whole
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64_000_000
-"""Bytes of all records, in memory and on disk each."""
+"""Bytes of all records in memory, and of all on disk."""
 MAX_RECORD = 16_000_000
 """Bytes of one record; a larger one is not kept."""
 

@@ -1,4 +1,5 @@
-"""What a text is worth that may be read again: the tokens that it saves, times how often it was used.
+"""What a text is worth that may be read again: the tokens that it saves, times how often it was used. On disk, blocks
+count instead of tokens.
 
 A use counts half after :data:`HALF_LIFE_S` seconds, so that conversations that have ended leave. Instead of a value and
 its time, one number is kept: how long until the value has fallen to one. The order of these times is that of the
@@ -16,8 +17,8 @@ MAX_HALVINGS = 64
 
 
 def seconds_left(saved: float, left: float = -math.inf) -> float:
-    """Return the seconds until a text is worth one token, which is used now. saved: the tokens that this use saves;
-    left: the seconds that were left before it."""
+    """Return the seconds until the value of a text that is used now falls to one. saved: what this use saves, in tokens
+    or blocks; left: the seconds that were left before it."""
     return HALF_LIFE_S * math.log2(saved + 2 ** min(left / HALF_LIFE_S, MAX_HALVINGS))
 
 
