@@ -137,7 +137,7 @@ def test_what_cannot_be_run_is_one_sentence(
     page = f"{address}/page"
     for given, sentence in (
         (("claude", "--url", "http://127.0.0.1:9"), "cannot be used: connection refused"),
-        (("claude", "--url", page), "it is no server of kvkeep"),
+        (("claude", "--url", page), "it is not a server of kvkeep"),
         (("claude", "--url", address, "-m", "smollm2"), "leave --model out"),
         (("codex", "--url", address), "codex' cannot be run: "),
         (("claude", "-m", "nosuch"), "Unknown model 'nosuch'"),

@@ -107,9 +107,9 @@ def test_what_cannot_be_read_ahead_is_one_sentence(command: Run, tmp_path: Path)
         code, out, err = command(file=name)
         assert code in (1, 2) and sentence in err and not out and "Traceback" not in err, err
     assert "There is already something" in command("--export", str(tmp_path / "e.txt"))[2]
-    assert "because it is not exact" in command("-x", "h2o", "-b", "64")[2]
+    assert "is not exact, so" in command("-x", "h2o", "-b", "64")[2]
     code, _, err = command("--quota", "200KB")
-    assert code == 1 and "the quota of 200.0 KB keeps no more" in err
+    assert code == 1 and "the quota of 200.0 KB has no space for more" in err
 
 
 def test_one_key_owns_the_text(
@@ -137,7 +137,7 @@ def test_an_exported_text_continues_elsewhere_and_counts(
     assert cached == tokens - 1
     listed = json.loads(run("cache", "list", "--sessions", str(tmp_path / "store"), "--json")[1])
     assert listed["beginnings"] == {"tokens": tokens, "bytes": listed["bytes"]} and not listed["sessions"]
-    assert f"Prompts can begin with {tokens:,} tokens" in run("cache", "list", "--sessions", there)[2]
+    assert f"Prompts can begin with {tokens:,} stored tokens" in run("cache", "list", "--sessions", there)[2]
     assert run("cache", "import", file, "other", "--sessions", there)[0] == 0
     assert first_cached(Path(there), long_model_folder, "other")[1] == tokens - 1
 

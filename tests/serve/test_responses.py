@@ -143,7 +143,10 @@ def test_what_codex_sends_beside_a_prompt_is_accepted_and_tools_left_out_are_nam
         ],
     ), path=PATH)  # fmt: skip
     assert found.status_code == 200, found.text
-    assert found.json()["kvkeep"]["notes"][-1] == "The tools web_search are left out: this server runs none."
+    assert (
+        found.json()["kvkeep"]["notes"][-1]
+        == "Tools of these types are left out, because this server cannot run them: web_search."
+    )
 
 
 def call(number: str, **change: Any) -> dict[str, Any]:

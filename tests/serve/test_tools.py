@@ -153,4 +153,4 @@ def test_a_schema_with_words_that_forms_do_not_know_works_and_is_named(address: 
     schema = SCHEMA | {"propertyNames": {"type": "string"}, "additionalProperties": {}}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
     found = post(address, body(tools=tools, max_tokens=5)).json()
-    assert found["kvkeep"]["notes"][-1] == "The tools' schemas have words that calls may disobey: propertyNames."
+    assert found["kvkeep"]["notes"][-1] == "Calls may disobey these words of the tools' schemas: propertyNames."

@@ -147,7 +147,7 @@ def agent(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="A server that runs.", show_default=f"{URL} if one runs there; else one is started"),
+        typer.Option(help="A running server.", show_default=f"{URL}; if none runs there, one is started"),
     ] = None,
     model: Annotated[
         str | None,
@@ -160,7 +160,7 @@ def agent(
 ) -> None:
     """Run a coding agent on this machine's server: claude, codex, opencode or qwen.
 
-    It uses the server that runs, or starts one and stops it with the agent. The agent's own configuration is neither
+    If no server runs, one is started, and stopped with the agent. The agent's own configuration is neither
     read nor changed. Example: kvkeep agent claude -- -p "What does main.py do?"
     """
     from kvkeep.serve.http.keys import VARIABLE, keys_given
@@ -181,7 +181,8 @@ def agent(
         found = None
     if show:
         if found is None:
-            raise KvkeepError(f"No server runs at {URL}; start one ('kvkeep serve'), or name its --url.")
+            what = "server" if model is None else f"server with the model '{model}'"
+            raise KvkeepError(f"No {what} runs at {URL}; start one ('kvkeep serve'), or name its --url.")
         setups = [known[name]] if name is not None else [openai, anthropic]
         for line in (line for setup in setups for line in shell_lines(name, setup(found))):
             print(line)
@@ -228,9 +229,9 @@ def running(url: str, key: str, remedy: str, required: bool) -> Endpoint | None:
     except HTTPError as error:
         if error.code in (401, 403):
             raise KvkeepError(f"The server at {url} refuses the key; {remedy}.") from None
-        reason = "it is no server of kvkeep"
+        reason = "it is not a server of kvkeep"
     except (KeyError, IndexError, TypeError):
-        reason = "it is no server of kvkeep"
+        reason = "it is not a server of kvkeep"
     except (OSError, HTTPException, ValueError) as error:
         reason = reason_of(getattr(error, "reason", error))
     if required:

@@ -104,7 +104,7 @@ def _list(store: Store) -> None:
     quota = "" if store.quota is None else f" of at most {size(store.quota)}"
     note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
     if (kept := beginnings.stored(store.blocks)).tokens:
-        note(f"Prompts can begin with {kept.tokens:,} tokens of them ({size(kept.bytes)}).")
+        note(f"Prompts can begin with {kept.tokens:,} stored tokens ({size(kept.bytes)}).")
 
 
 @app.command("show")
@@ -218,7 +218,7 @@ def import_(
         what = f"{_number(blocks - missing, 'block')} of a text for {owner}"
         facts |= {"imported": owner, "blocks": blocks - missing}
     elif name is None:
-        raise UsageError("The file has a session; give it a name (kvkeep cache import FILE NAME).")
+        raise UsageError("The file contains a session; give it a name (kvkeep cache import FILE NAME).")
     else:
         missing, what = archive.add(file, *place_of(name, place.sessions)), name
     _done(f"Imported {file} as {what}{_lacks(missing)}.", facts | {"missing": missing}, json)

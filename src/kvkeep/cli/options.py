@@ -144,7 +144,7 @@ class ModelOptions:
 
 
 def _sampling(low: float, high: float | None, metavar: str, text: str, default: float) -> Any:
-    """Return an option of sampling, which only a temperature above 0 samples by."""
+    """Return an option from ``low`` to ``high`` (None: any). default: its value if the model states none."""
     shown = f"the model's own, or {default:g}"
     return Option(min=low, max=high, metavar=metavar, help=text, show_default=shown, rich_help_panel=ADVANCED)
 
@@ -161,13 +161,13 @@ class SamplingOptions:
     top_k: Annotated[int | None, _sampling(0, None, "N", "Sample from the N likeliest tokens; 0: from all.", 40)] = None
     top_p: Annotated[
         float | None,
-        _sampling(0.0, 1.0, "P", "Sample from the likeliest tokens with a probability of P together.", 0.95),
+        _sampling(0.0, 1.0, "P", "Sample from the likeliest tokens whose probabilities sum to P.", 0.95),
     ] = None
     min_p: Annotated[
         float | None, _sampling(0.0, 1.0, "P", "Leave out tokens with less than P times the highest probability.", 0.05)
     ] = None
     repetition_penalty: Annotated[
-        float | None, _sampling(0.001, 100.0, "X", "Divide the logits of tokens that are in the text by X.", 1)
+        float | None, _sampling(0.001, 100.0, "X", "Penalty for tokens that are already in the text; 1: none.", 1)
     ] = None
 
     def settings(self, model: Any) -> dict[str, float]:

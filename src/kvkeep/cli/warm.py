@@ -44,7 +44,7 @@ def warm(
 ) -> None:
     """Read a long text ahead, so that the next server begins with it.
 
-    Give the options that the server gets. Ctrl-C stores what was read, and the same command reads the rest.
+    Give the same options as for the server. Ctrl-C stores the part that was read; the same command reads the rest.
     """
     from kvkeep.serve.http.keys import digest_of, keys_given, owner_of
 
@@ -58,8 +58,8 @@ def warm(
     text, known_keys = read_text(file), keys_given(keys)
     if len(known_keys) > 1:
         raise UsageError(
-            f"There are {len(known_keys)} keys, and a text is stored for one of them; give it in a file of its own "
-            "(--keys), without KVKEEP_API_KEYS."
+            f"There are {len(known_keys)} keys, but a text is stored for one key; put it into a file of its own "
+            "(--keys), and leave KVKEEP_API_KEYS empty."
         )
     with startup():
         from kvkeep.blocks import archive
@@ -104,7 +104,7 @@ def warm(
         if stopped:
             raise Stopped(f"Interrupted; {sentence}, and the same command reads the rest.")
         raise KvkeepError(
-            f"Only the first {sentence}: the quota of {size(service.quota)} keeps no more; give more --quota."
+            f"Only the first {sentence}: the quota of {size(service.quota)} has no space for more; raise --quota."
         )
     missing = 0 if export is None else archive.export_text(store, found.blocks, export)
     if json:

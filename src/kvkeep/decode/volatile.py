@@ -27,12 +27,12 @@ def steady(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
         return found, notes
     system, headers = _HEADER.subn("", found[0]["content"])
     if headers:
-        notes.append("The line 'x-anthropic-billing-header' is left out, which changes with each session.")
+        notes.append("The line 'x-anthropic-billing-header' is left out, because it changes with each session.")
     first = next((one for one in found if one["role"] == "user"), None)
     dates = [] if first is None else [hit[0].strip() for hit in _DATE.finditer(system)]
     if first is not None and dates:
         system = _DATE.sub("", system)
         first["content"] = "\n".join([*dates, "", first["content"]])
-        notes.append("The date of the system prompt, which changes with each day, stands in the first question.")
+        notes.append("The date of the system prompt is moved to the first question, because it changes every day.")
     found[0]["content"] = system
     return found, notes

@@ -41,11 +41,11 @@ def store_of(engine: Engine) -> Store:
     """Return the store of an engine that stores what it reads. Raises UsageError if it stores nothing."""
     storage, cache = engine.sessions.storage, KeepCache(engine.model, **engine.cache)
     if storage.store is None:
-        raise UsageError(f"Nothing that this model reads can be stored: {storage.refusal}")
+        raise UsageError(f"Texts of this model cannot be stored: {storage.refusal}")
     if not beginnings.begins(cache):
         raise UsageError(
-            f"What '{cache.method.name}' reads begins no other conversation, because it is not exact; use full or "
-            "kv-direct."
+            f"The method '{cache.method.name}' is not exact, so no other conversation can begin with what it "
+            "read; use full or kv-direct."
         )
     return storage.store
 

@@ -26,7 +26,10 @@ GRACE_S = 10.0
 
 Quota = Annotated[
     str | None,
-    Option(help="Maximum size of the stored blocks (10GB); what is worth the least is removed.", show_default="2GB"),
+    Option(
+        help="Maximum size of the stored blocks (10GB); the blocks that are worth the least are removed.",
+        show_default="2GB",
+    ),
 ]
 Keys = Annotated[str | None, Option(metavar="FILE", help="File of API keys, one per line; '#' starts a comment.")]
 

@@ -259,22 +259,22 @@ class Answering:
 
 def _check_logprobs(asks: Sequence[Ask]) -> None:
     """Raise APIError if answers that are sent at once may have too many log-probabilities."""
-    ask, most = asks[0], MAX_LOGPROBS // len(asks)
-    if ask.top_logprobs is None or ask.max_tokens * (1 + ask.top_logprobs) <= most:
+    ask, limit = asks[0], MAX_LOGPROBS // len(asks)
+    if ask.top_logprobs is None or ask.max_tokens * (1 + ask.top_logprobs) <= limit:
         return
     sentence = (
         f"An answer that is not a stream has at most {MAX_LOGPROBS:,} log-probabilities, those of likeliest tokens "
-        f"included; set 'max_tokens' to at most {most // (1 + ask.top_logprobs)}, or send 'stream': true."
+        f"included; set 'max_tokens' to at most {limit // (1 + ask.top_logprobs)}, or send 'stream': true."
     )
     raise APIError(400, sentence, "invalid_value", "max_tokens")
 
 
 def _notes(answers: Answers, calls: Calls, grammar: Grammar | None) -> Iterator[str]:
-    """Yield sentences on what calls do not have as their request may expect."""
+    """Yield sentences on how calls differ from what their request may expect."""
     if calls.tools and answers.format.plain:
-        yield "The model's chat template knows no tools; the prompt describes them in a plain format."
+        yield "The model's chat template supports no tools; the prompt describes them in a plain format."
     if grammar is not None and grammar.ignored:
-        yield f"The tools' schemas have words that calls may disobey: {', '.join(grammar.ignored)}."
+        yield f"Calls may disobey these words of the tools' schemas: {', '.join(grammar.ignored)}."
 
 
 async def _with_last(

@@ -102,7 +102,7 @@ class KeptAnswers:
         """Return a new answer, which replaces one of this name that has ended. Raises APIError if that is running."""
         known = self._answers.get(key)
         if known is not None and not known.done:
-            sentence = f"The session's answer '{key[2]}' is running; follow it, stop it, or name this one otherwise."
+            sentence = f"The session's answer '{key[2]}' is running; follow it, stop it, or give this one another name."
             raise APIError(409, sentence, "answer_exists", "kvkeep.answer")
         made = self._answers[key] = KeptAnswer()
         self._answers.move_to_end(key)

@@ -226,7 +226,7 @@ class CountRequest(Strict):
     def _of_tools(self) -> CountRequest:
         names, choice = [one.name for one in self.tools or ()], self.tool_choice
         if choice.name is not None and choice.name not in names:
-            raise wrong(f"'tool_choice' names the tool '{choice.name[:100]}', which 'tools' has not; add it")
+            raise wrong(f"'tool_choice' names the tool '{choice.name[:100]}', which is not in 'tools'; add it")
         if choice.type == "any" and not names:
             raise wrong("'tool_choice' is 'any', which needs 'tools'; add them, or leave it out")
         return self

@@ -458,7 +458,7 @@ class ResponseReply:
         if answer.reason != "stop":
             found |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         kinds = ", ".join(dict.fromkeys(self._left_out))
-        notes = [f"The tools {kinds} are left out: this server runs none."] if kinds else []
+        notes = [f"Tools of these types are left out, because this server cannot run them: {kinds}."] if kinds else []
         return found | {"completed_at": int(time.time())} | self._context.extension(answer, notes)
 
     def _keep(self, response: dict[str, Any]) -> None:
