@@ -84,6 +84,7 @@ BARE = {
     "plain": '{"name": "weather", "arguments": {"city": "Rome"}}',
     "fenced": '```json\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Rome"\n  }\n}\n```',
     "without a language": '```\n{"name": "weather", "arguments": {"city": "Rome"}}\n```\n',
+    "in doubled braces": '{{"name": "weather", "arguments": {"city": "Rome"}}}',
 }
 
 

@@ -15,8 +15,8 @@ from kvkeep.decode.answer_format import HOLES, CallFormat, ReasoningFormat
 from kvkeep.decode.schemas import admits, branches
 from kvkeep.engine.stops import begun
 
-BARE = r'\s*(?:<\|python_tag\|>)?(?:```(?:json)?\s*)?\{\s*(?:"type":\s*"function",\s*)?"name":\s*"%s",\s*"%s":'
-"""The beginning of an answer that is a call without marks."""
+BARE = r'\s*(?:<\|python_tag\|>)?(?:```(?:json)?\s*)?\{{1,2}\s*(?:"type":\s*"function",\s*)?"name":\s*"%s",\s*"%s":'
+"""The beginning of an answer that is a call without marks. Small models double its braces, as templates of texts do."""
 BARE_KEYS = "(?:arguments|parameters)"
 
 

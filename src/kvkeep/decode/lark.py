@@ -84,6 +84,6 @@ class Rules:
         """Return the form whose first rule is ``start``."""
         lines = [
             "%llguidance {}", f"start: {start}", *self._lines,
-            "TEXT: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/", "BARE_END: /\\s{0,8}\\}\\s{0,8}(```)?\\s{0,8}/",
+            "TEXT: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/", "BARE_END: /\\s{0,8}\\}{1,2}\\s{0,8}(```)?\\s{0,8}/",
         ]  # fmt: skip
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._others]})

@@ -4,6 +4,7 @@ a reply."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ from kvkeep.serve.http.protocol import (
 from kvkeep.serve.http.reuse import AnswerRecords, Reuse
 from kvkeep.serve.session import Event, Finished, Job, check_name
 
+request_log = logging.getLogger("kvkeep.requests")
+"""At level INFO, one line per request at its end: id (the response's ``x-request-id``), method, path, status and
+seconds; and one per answer: the id, and what its prompt reused."""
 DEFAULT_MAX_TOKENS = 1024
 """Maximum tokens of an answer whose request names none; fewer if the model's context has less room."""
 MAX_ANSWER_TOKENS = 2**31
@@ -162,6 +166,8 @@ class Answering:
             raise
 
         def remember(number: int, event: StreamEvent) -> None:
+            if isinstance(event, Finished) and (reused := reuse.report(event).get("reuse")):
+                request_log.info("%s %s", request.state.number, reused)
             if (answered := remembered[number]) is not None and isinstance(event, Finished):
                 self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
 

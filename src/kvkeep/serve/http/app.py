@@ -27,7 +27,7 @@ from kvkeep.errors import UsageError, place_of
 from kvkeep.models.loading import Loaded
 from kvkeep.native.room import has_room
 from kvkeep.serve.engine import ROOM_BYTES, Engine
-from kvkeep.serve.http.answering import DEFAULT_MAX_TOKENS, STREAM_HEADERS, Answering, Limits
+from kvkeep.serve.http.answering import DEFAULT_MAX_TOKENS, STREAM_HEADERS, Answering, Limits, request_log
 from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     Hold,
@@ -67,9 +67,6 @@ PAGE_PREFIX = "/page/"
 """The prefix of paths that need no key, in addition to :data:`PUBLIC_PATHS`: the files of the page."""
 
 log = logging.getLogger(__name__)
-request_log = logging.getLogger("kvkeep.requests")
-"""One line per request at its end, at level INFO: id (the response's ``x-request-id``), method, path, status and
-seconds."""
 
 
 def alive(engine: Engine) -> bool:
@@ -138,7 +135,7 @@ class RequestMiddleware:
         started, status, request_id = time.monotonic(), 0, new_request_id()
         head = scope["method"] == "HEAD"  # answered as a GET, without a body
         hold = Hold(self.memory)
-        state = {**scope.get("state", {}), "hold": hold}
+        state = {**scope.get("state", {}), "hold": hold, "number": request_id}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
 
         async def send_with_id(message: Message) -> None:
