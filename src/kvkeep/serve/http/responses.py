@@ -316,7 +316,7 @@ class ResponseRequest(AnswerRequest):
         number = self.previous_response_id
         while number is not None:
             record = self._records.get(number) if len(earlier) < MAX_EARLIER else None
-            if record is None:
+            if record is None or "response" not in record:
                 raise APIError(
                     404,
                     f"There is no response '{number[:100]}' that can be continued; send the conversation itself.",
