@@ -112,6 +112,13 @@ def test_more_names_than_one_plane_has_private_characters(monkeypatch: pytest.Mo
     assert encode(own, [message]).count(own.convert_tokens_to_ids(TURN)) == 1
 
 
+def test_a_prompt_that_leaves_no_private_character_is_refused() -> None:
+    every = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))))
+    for content in (every, every[:-1] + TURN):
+        with pytest.raises(UsageError, match="private-use"):
+            encode(byte_level().tokenizer(), [{"role": "user", "content": content}])
+
+
 def test_templates_are_filled_with_marks_once_for_the_same_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     own, calls = tokenizer(), list[Any]()
     monkeypatch.setattr(prompts, "filled", lambda *given: (calls.append(given), filled(*given))[1])

@@ -17,6 +17,7 @@ from scripted import END as EOS
 from scripted import TEMPLATE, byte_level, scripted
 
 from kvkeep.blocks.store import Store
+from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 from kvkeep.serve.engine import Engine
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"],
@@ -90,6 +91,14 @@ def test_responses_are_continued_after_a_restart_and_by_their_owner_only(tmp_pat
         assert post(address, more, path=PATH).json()["usage"]["input_tokens"] > first["usage"]["total_tokens"]
         assert httpx.get(f"{address}{PATH}/{first['id']}", headers=bearer()).json()["output"] == first["output"]
         assert post(address, body(store=False), path=PATH).json()["id"] != first["id"]
+
+
+def test_a_record_that_is_no_response_is_not_continued(address: str) -> None:
+    model = script()
+    made = post(address, body(), path=PATH).json()
+    number = f"{fingerprint_of_tokenizer(model.tokenizer)} {made['output'][1]['call_id']}"
+    reply = post(address, body(previous_response_id=number), path=PATH)
+    assert reply.status_code == 404 and "no response" in reply.text
 
 
 def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:

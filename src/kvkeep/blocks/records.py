@@ -1,7 +1,8 @@
 """Records: small JSON objects by owner and name, in a folder of the store or in memory only.
 
 A server records its answers, because a later request may name an earlier response, or send an earlier answer back. The
-least recently used records are removed.
+least recently used records are removed. A file begins with a digest of its record and its path, so that a damaged or
+moved one is not read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MAX_BYTES = 64_000_000
 """Bytes of all records in memory, and of all on disk."""
 MAX_RECORD = 16_000_000
 """Bytes of one record; a larger one is not kept."""
+_DIGEST_BYTES = 32
 
 
 class Records:
@@ -51,7 +53,7 @@ class Records:
             return
         try:
             make_folder((self._folder / path).parent, self._folder)
-            write_whole(self._folder / path, lambda file: file.write(content), private=True)
+            write_whole(self._folder / path, lambda file: file.write(_digest(path, content) + content), private=True)
         except OSError as error:
             log.warning("An answer is not recorded on disk: %s.", reason_of(error))
 
@@ -62,15 +64,13 @@ class Records:
             content = self._known.get(path)
         if content is None and self._folder is not None:
             with suppress(OSError):
-                content = read_file(self._folder / path, MAX_RECORD)
+                content = _checked(path, read_file(self._folder / path, _DIGEST_BYTES + MAX_RECORD))
                 os.utime(self._folder / path)
         if content is None:
             return None
         self._remember(path, content)
-        with suppress(ValueError):
-            found = json.loads(content)
-            return found if isinstance(found, dict) else None
-        return None
+        found: dict[str, Any] = json.loads(content)
+        return found
 
     def remove(self, owner: str, name: str) -> None:
         """Remove a record, if it is there."""
@@ -90,15 +90,20 @@ class Records:
 
     def evict(self, age: float | None) -> None:
         """Remove the records that were not used for ``age`` seconds (None: no limit), and the least recently used ones
-        over the limit, from the folder. Raises OSError."""
+        over the limit, from the folder. Raises OSError if it cannot be listed."""
         if self._folder is None:
             return
-        found = [(facts.st_mtime, facts.st_size, path) for path in self._folder.glob("*/*") for facts in (path.stat(),)]
+        found = list[tuple[float, int, Path]]()
+        for path in self._folder.glob("*/*"):
+            with suppress(OSError):  # another server removes it
+                facts = path.lstat()
+                found.append((facts.st_mtime, facts.st_size, path))
         total = sum(size for _, size, _ in found)
         for used, size, path in sorted(found):
             if total > MAX_BYTES or (age is not None and time.time() - used > age):
-                path.unlink(missing_ok=True)
-                total -= size
+                with suppress(OSError):  # what cannot be removed, as a folder, keeps no other one
+                    path.unlink(missing_ok=True)
+                    total -= size
 
 
 @dataclass(frozen=True)
@@ -123,3 +128,13 @@ class OwnerRecords:
 
 def _path(owner: str, name: str) -> str:
     return f"{owner}/{hashlib.sha256(name.encode()).hexdigest()[:40]}"
+
+
+def _digest(path: str, content: bytes) -> bytes:
+    return hashlib.sha256(path.encode() + b"\n" + content).digest()
+
+
+def _checked(path: str, file: bytes) -> bytes | None:
+    """Return the record in a file; None: it is damaged, or another one's."""
+    content = file[_DIGEST_BYTES:]
+    return content if file[:_DIGEST_BYTES] == _digest(path, content) else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -118,7 +118,10 @@ def _chat(tokenizer: Any, messages: Messages, tools: Tools, variables: Variables
     hits = dict.fromkeys(() if pattern is None else (hit[0] for one in texts for hit in pattern.finditer(one)))
     known = set().union(*texts)
     free = (chr(code) for code in chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)) if chr(code) not in known)
-    bodies_mark, marks = next(free), dict(zip(hits, free, strict=False))
+    bodies_mark, *others = [*islice(free, 1 + len(hits))] or [""]
+    if not bodies_mark or len(others) < len(hits):
+        raise UsageError("The prompt has nearly all private-use characters, which mark its parts; leave some out.")
+    marks = dict(zip(hits, others, strict=True))
     if pattern is not None and hits:
 
         def marked(text: str) -> str:

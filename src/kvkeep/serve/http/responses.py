@@ -311,7 +311,7 @@ class ResponseRequest(ConversationRequest):
         response_id = self.previous_response_id
         while response_id is not None:
             record = self._records.get(response_id) if len(earlier) < MAX_EARLIER else None
-            if record is None:
+            if record is None or "response" not in record:
                 raise APIError(
                     404,
                     f"There is no response '{response_id[:100]}' that can be continued; send the conversation itself.",
