@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import END, byte_level, scripted, sentencepiece
+from scripted import END, START, TURN, byte_level, scripted, sentencepiece
 
 from kvkeep import KeepCache
 from kvkeep.engine.answer import Answer, Ask, Scheduler
@@ -52,6 +52,15 @@ def answer(model: Loaded, sampling: Sampling, method: str = "full", budget: int 
     while not scheduled.give(scheduler.step()[0].logits):
         pass
     return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [TURN, f"x{START}y", f"{START}{TURN}"])
+def test_the_name_of_a_special_token_is_spelt(kind: str, text: str) -> None:
+    model = loaded(kind)
+    found = answer(model, Sampling(temperature=0, grammar=grammar(model, of_lark(f"start: {json.dumps(text)}"))))
+    special = model.tokenizer.convert_tokens_to_ids([TURN, START])
+    assert model.tokenizer.decode(found.tokens, skip_special_tokens=True) == text and not {*special} & {*found.tokens}
 
 
 def obeys(text: str) -> bool:

@@ -101,6 +101,18 @@ def test_a_record_that_is_no_response_is_not_continued(address: str) -> None:
     assert reply.status_code == 404 and "no response" in reply.text
 
 
+def test_responses_of_more_messages_than_a_request_may_have_are_not_continued(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short: Any = body(tools=[], max_output_tokens=1)
+    first = post(address, short, path=PATH).json()["id"]
+    monkeypatch.setattr("kvkeep.serve.http.responses.MAX_MESSAGES", 2)
+    second = post(address, short | {"previous_response_id": first}, path=PATH)
+    assert second.status_code == 200
+    third = post(address, short | {"previous_response_id": second.json()["id"]}, path=PATH)
+    assert third.status_code == 400 and "more than 2 messages" in third.text
+
+
 def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:
     whole = client.responses.create(**body())
     found = None

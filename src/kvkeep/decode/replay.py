@@ -47,7 +47,7 @@ def bodies(text: str, marked: str, mark: str, count: int) -> list[tuple[int, int
     """Return the place in a template's ``text`` of what it writes for each of ``count`` messages.
 
     marked: the same with ``mark``, the message's number and ``mark`` for the content of each message. None: the two
-    have no other parts in common.
+    have no other parts in common, or a message has what the template writes between two.
     """
     numbers = re.findall(f"{mark}(\\d+){mark}", marked)
     if [*map(int, numbers)] != [*range(count)]:
@@ -62,6 +62,12 @@ def bodies(text: str, marked: str, mark: str, count: int) -> list[tuple[int, int
             return None
         found.append((start, end))
         start = end + len(one)
+    end = found[-1][1] if found else 0
+    for number in range(count - 1, 0, -1):  # from the end, the same places are found unless there are several
+        before = between[number - 1]
+        end = text.rfind(before, 0, end)
+        if end + len(before) != found[number][0]:
+            return None
     return found
 
 

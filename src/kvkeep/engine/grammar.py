@@ -35,12 +35,12 @@ class Grammar:
         first.compute_logit_bias()
         if first.is_error():
             raise UsageError(f"No answer can have this form: {_sentence(first.get_error())}")
-        self._matcher = matcher
+        self._matcher, self._vocabulary = matcher, vocabulary
 
     def processor(self, prompt: int) -> LogitsProcessor:
         """Return what removes all tokens that the form does not allow from the scores of one answer. prompt: the number
         of tokens before it."""
-        return _Allowed(self._matcher.deep_copy(), prompt)
+        return _Allowed(self._matcher.deep_copy(), self._vocabulary, prompt)
 
 
 def _sentence(reason: str) -> str:
@@ -75,8 +75,8 @@ def _vocabulary(tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
 class _Allowed(LogitsProcessor):
     """Gives every token that a form does not allow the score -inf."""
 
-    def __init__(self, matcher: Any, prompt: int) -> None:
-        self._matcher, self._prompt = matcher, prompt
+    def __init__(self, matcher: Any, vocabulary: Any, prompt: int) -> None:
+        self._matcher, self._vocabulary, self._prompt = matcher, vocabulary, prompt
         self._read: list[int] = []  # tokens of the answer that the matcher has read
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -96,4 +96,24 @@ class _Allowed(LogitsProcessor):
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         if self._matcher.is_error():  # llguidance bounds the work for one token
             raise UsageError(f"The form of the answer cannot be followed: {_sentence(self._matcher.get_error())}")
+        if int(bias.count_nonzero()) == 1:
+            self._spell(bias)
         return scores.masked_fill((bias[: scores.shape[-1]] == 0).to(scores.device), -torch.inf)
+
+    def _spell(self, bias: Tensor) -> None:
+        """Replace the only token that may come next, if it is a special token in the place of a text with its name:
+        llguidance encodes a text that has to follow, and then does not take this token. Raises UsageError if the name
+        cannot be spelt."""
+        (only,) = bias.nonzero()[0].tolist()
+        if self._matcher.is_accepting() or self._matcher.validate_tokens([only]):
+            return
+        name = self._vocabulary.decode_bytes([only])
+        first = next(
+            (one for one in self._vocabulary.tokenize_bytes(name[:1]) if self._matcher.validate_tokens([one])), None
+        )
+        if first is None:
+            sentence = (
+                "The form of the answer has the name of a special token, which this model cannot spell; rename it."
+            )
+            raise UsageError(sentence)
+        bias[only], bias[first] = 0, bias[only].item()

@@ -320,6 +320,9 @@ class ResponseRequest(ConversationRequest):
                 )
             earlier.append(record["messages"])
             response_id = record["previous"]
+            if sum(map(len, earlier)) > MAX_MESSAGES:
+                sentence = f"The responses before this one have more than {MAX_MESSAGES} messages; send fewer of them."
+                raise APIError(400, sentence, "context_length_exceeded", "previous_response_id")
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         before = [message for messages in reversed(earlier) for message in messages]
         messages, variables = [*system, *before, *self.messages()], effort_variables(self.reasoning.effort)
