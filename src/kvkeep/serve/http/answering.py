@@ -167,7 +167,7 @@ class Answering:
 
         def remember(number: int, event: StreamEvent) -> None:
             if isinstance(event, Finished) and (reused := reuse.report(event).get("reuse")):
-                request_log.info("%s %s", request.state.number, reused)
+                request_log.info("%s %s", request.state.request_id, reused)
             if (answered := remembered[number]) is not None and isinstance(event, Finished):
                 self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
 

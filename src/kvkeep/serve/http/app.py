@@ -135,7 +135,7 @@ class RequestMiddleware:
         started, status, request_id = time.monotonic(), 0, new_request_id()
         head = scope["method"] == "HEAD"  # answered as a GET, without a body
         hold = Hold(self.memory)
-        state = {**scope.get("state", {}), "hold": hold, "number": request_id}
+        state = {**scope.get("state", {}), "hold": hold, "request_id": request_id}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
 
         async def send_with_id(message: Message) -> None:
