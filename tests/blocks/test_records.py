@@ -58,3 +58,12 @@ def test_a_record_over_the_age_is_not_in_memory_either(tmp_path: Path) -> None:
     os.utime(old, (1000, 1000))
     known.evict(age=3600)
     assert known.get("one", "old") is None and known.get("one", "new") == {"name": "new"}
+
+
+def test_a_record_that_is_used_from_memory_is_not_over_the_age(tmp_path: Path) -> None:
+    known = Records(tmp_path)
+    known.put("one", "name", {"ids": [1]})
+    os.utime(files(tmp_path)[0], (1000, 1000))
+    known.get("one", "name")
+    known.evict(age=3600)
+    assert Records(tmp_path).get("one", "name") == {"ids": [1]}

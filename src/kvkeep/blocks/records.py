@@ -65,9 +65,11 @@ class Records:
         if content is None and self._folder is not None:
             with suppress(OSError):
                 content = _checked(path, read_file(self._folder / path, _DIGEST_BYTES + MAX_RECORD))
-                os.utime(self._folder / path)
         if content is None:
             return None
+        if self._folder is not None:
+            with suppress(OSError):
+                os.utime(self._folder / path)
         self._remember(path, content)
         found: dict[str, Any] = json.loads(content)
         return found
