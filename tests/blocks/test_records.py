@@ -47,3 +47,23 @@ def test_what_cannot_be_removed_keeps_no_other_record(tmp_path: Path, monkeypatc
     monkeypatch.setattr(records, "MAX_BYTES", 100)
     known.evict(None)
     assert not [path for path in files(tmp_path) if path.is_file()]
+
+
+def test_a_record_over_the_age_is_not_in_memory_either(tmp_path: Path) -> None:
+    known = Records(tmp_path)
+    for name in ("old", "new"):
+        known.put("one", name, {"name": name})
+    known.get("one", "old")
+    (old,) = [path for path in files(tmp_path) if b"old" in path.read_bytes()]
+    os.utime(old, (1000, 1000))
+    known.evict(age=3600)
+    assert known.get("one", "old") is None and known.get("one", "new") == {"name": "new"}
+
+
+def test_a_record_that_is_used_from_memory_is_not_over_the_age(tmp_path: Path) -> None:
+    known = Records(tmp_path)
+    known.put("one", "name", {"ids": [1]})
+    os.utime(files(tmp_path)[0], (1000, 1000))
+    known.get("one", "name")
+    known.evict(age=3600)
+    assert Records(tmp_path).get("one", "name") == {"ids": [1]}

@@ -65,9 +65,11 @@ class Records:
         if content is None and self._folder is not None:
             with suppress(OSError):
                 content = _checked(path, read_file(self._folder / path, _DIGEST_BYTES + MAX_RECORD))
-                os.utime(self._folder / path)
         if content is None:
             return None
+        if self._folder is not None:
+            with suppress(OSError):
+                os.utime(self._folder / path)
         self._remember(path, content)
         found: dict[str, Any] = json.loads(content)
         return found
@@ -75,11 +77,14 @@ class Records:
     def remove(self, owner: str, name: str) -> None:
         """Remove a record, if it is there."""
         path = _path(owner, name)
-        with self._lock:
-            self._bytes -= len(self._known.pop(path, b""))
+        self._forget(path)
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / path).unlink()
+
+    def _forget(self, path: str) -> None:
+        with self._lock:
+            self._bytes -= len(self._known.pop(path, b""))
 
     def _remember(self, path: str, content: bytes) -> None:
         with self._lock:
@@ -90,7 +95,7 @@ class Records:
 
     def evict(self, age: float | None) -> None:
         """Remove the records that were not used for ``age`` seconds (None: no limit), and the least recently used ones
-        over the limit, from the folder. Raises OSError if it cannot be listed."""
+        over the limit, from the folder and from memory. Raises OSError if it cannot be listed."""
         if self._folder is None:
             return
         found = list[tuple[float, int, Path]]()
@@ -104,6 +109,7 @@ class Records:
                 with suppress(OSError):  # what cannot be removed, as a folder, keeps no other one
                     path.unlink(missing_ok=True)
                     total -= size
+                    self._forget(path.relative_to(self._folder).as_posix())
 
 
 @dataclass(frozen=True)
