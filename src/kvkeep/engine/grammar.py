@@ -46,8 +46,8 @@ class Grammar:
 def _sentence(reason: str) -> str:
     """Return what an error of several lines says as the end of a sentence: its first line, and that of an error in
     it."""
-    if reason.startswith("panic"):
-        return "llguidance fails on it, as it does on very many parts; make it simpler."
+    if reason.startswith("panic") or "too many expressions" in reason:
+        return "it has more parts than llguidance can take; make it simpler, or send fewer tools."
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     said = lines[:1] + [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
     return f"{' '.join(said)[:300].rstrip('.')}."
