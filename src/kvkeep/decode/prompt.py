@@ -120,7 +120,9 @@ def _chat(tokenizer: Any, messages: Messages, tools: Tools, variables: Variables
     free = (chr(code) for code in chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)) if chr(code) not in known)
     bodies_mark, *others = [*islice(free, 1 + len(hits))] or [""]
     if not bodies_mark or len(others) < len(hits):
-        raise UsageError("The prompt has nearly all private-use characters, which mark its parts; leave some out.")
+        raise UsageError(
+            "The prompt contains nearly all private-use characters; kvkeep needs some of them: leave some out."
+        )
     marks = dict(zip(hits, others, strict=True))
     if pattern is not None and hits:
 

@@ -113,7 +113,7 @@ class _Allowed(LogitsProcessor):
         )
         if first is None:
             sentence = (
-                "The form of the answer has the name of a special token, which this model cannot spell; rename it."
+                "The form of the answer contains the name of a special token, which this model cannot spell; rename it."
             )
             raise UsageError(sentence)
         bias[only], bias[first] = 0, bias[only].item()
