@@ -16,6 +16,8 @@ from scripted import END as EOS
 from scripted import TEMPLATE, byte_level, scripted
 
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.messages import CountRequest
+from kvkeep.serve.http.protocol import ChatPrompt
 
 CACHED = {"type": "ephemeral"}
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
@@ -182,3 +184,20 @@ def test_errors_are_those_of_the_anthropic_package(address: str) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: [0-9]+ tokens > 4095 maximum"):
         long: Any = [{"role": "user", "content": "the Q " * 4000}]
         anthropic.Anthropic(base_url=address, api_key=KEYS[0], max_retries=0).messages.create(**said(messages=long))
+
+
+@pytest.mark.parametrize(
+    ("given", "thinks", "effort"),
+    [
+        ({}, None, None),
+        ({"thinking": {"type": "adaptive"}}, None, None),
+        ({"thinking": {"type": "disabled"}}, False, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, True, "medium"),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, True, "high"),
+        ({"output_config": {"effort": "low"}}, True, "low"),
+    ],
+)
+def test_thinking_and_effort_reach_the_template(given: dict[str, Any], thinks: bool | None, effort: str | None) -> None:
+    prompt = CountRequest.model_validate({"model": "tiny", "messages": ASK, **given}).given()
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.variables.get("enable_thinking"), prompt.variables.get("reasoning_effort")) == (thinks, effort)

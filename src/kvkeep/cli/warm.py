@@ -85,7 +85,7 @@ def warm(
         loaded = model.load()
     engine = with_defaults(service, loaded, conversation.conversations).engine(loaded)
     with closing(engine):
-        answers = AnswerRecords(loaded.tokenizer, engine.ends)
+        answers = AnswerRecords(loaded.tokenizer, engine.geometry.vocab_size, engine.ends)
         generated = partial(answers.find, store_of(engine).records.of(owner))
         ids = encoded(prompt, loaded.tokenizer, engine.geometry.vocab_size, generated, service.as_sent).ids
         store, known = store_of(engine), stored_text(engine, owner, ids).tokens

@@ -109,7 +109,7 @@ class Answering:
         store = engine.sessions.storage.store
         self.records = Records() if store is None else store.records
         """What was answered."""
-        self._answers = AnswerRecords(loaded.tokenizer, engine.ends)
+        self._answers = AnswerRecords(loaded.tokenizer, engine.geometry.vocab_size, engine.ends)
         self._tokenizer = loaded.tokenizer
         self._tokenizer("")  # resets the truncation and padding of a file, which must not happen in a worker
 

@@ -191,8 +191,10 @@ class OutputFormat(Strict):
 class OutputConfig(Strict):
     """How the answer is made."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
+    hints: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model reasons before its answer, if its chat template knows that."""
     format: OutputFormat | None = None
 
 
@@ -235,9 +237,18 @@ class CountRequest(Strict):
         """Return the conversation up to its answer, or to the end of an answer that is the last message."""
         system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         messages = [*system, *(one for message in self.messages for one in message.plain())]
-        thinks = None if self.thinking is None or self.thinking.type == "adaptive" else self.thinking.type
-        variables = {} if thinks is None else effort_variables("none" if thinks == "disabled" else "medium")
+        variables = effort_variables(self._effort)
         return conversation(messages, self.answer_form.tools, "messages", continues=self.continues, variables=variables)
+
+    @property
+    def _effort(self) -> str | None:
+        """How much the model reasons, in OpenAI's words."""
+        thinks, effort = None if self.thinking is None else self.thinking.type, self.output_config.effort
+        if thinks == "disabled":
+            return "none"
+        if effort is None:
+            return "medium" if thinks == "enabled" else None
+        return "high" if effort in ("xhigh", "max") else effort
 
     @property
     def continues(self) -> bool:

@@ -17,10 +17,11 @@ from kvkeep.serve.session import Finished
 
 
 class AnswerRecords:
-    """The answers of a model, as records of their owners. Any thread may use them."""
+    """The answers of a model, as records of their owners. Any thread may use them. size: the number of the model's
+    tokens. ends: ids that end an answer."""
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
-        self._tokenizer, self._ends = tokenizer, frozenset(ends)
+    def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._size, self._ends = tokenizer, size, frozenset(ends)
         self._model = fingerprint_of_tokenizer(tokenizer)
 
     def remember(
@@ -43,7 +44,7 @@ class AnswerRecords:
         key = answer_key(message)
         for name in (*(one["id"] for one in message.get("tool_calls", ())), key):
             found = records.get(f"{self._model} {name}")
-            if found is not None and found.get("key") == key:
+            if found is not None and found.get("key") == key and max(found["ids"]) < self._size:
                 return Generated(found["ids"], found.get("spoken", 0), found.get("reasoning", ""))
         return None
 
