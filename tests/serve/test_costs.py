@@ -105,7 +105,7 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
         noted(module, name)
     with serving() as (address, _):
         large = {**BODY, "messages": [{"role": "user", "content": "the " * 20_000}]}
-        for body in (BODY, large, {**BODY, "n": 7}, {**BODY, "logprobs": True}):
+        for body in (BODY, large, {**BODY, "n": 700}, {**BODY, "logprobs": True}):
             post(address, body)
         assert post(address, {"prompt": "the " * 20_000}, path=TOKENIZE).json()["count"] == 20_000
         for path in ("/v1/sessions", "/metrics"):
