@@ -308,7 +308,7 @@ def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engi
     body: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 6, "temperature": 0}
     body["kvkeep"] = {"session": "secret-name", "method": "h2o", "budget": 24}
     usage = [post(address, body).json()["usage"] for _ in range(2)][1]
-    assert post(address, body | {"n": 7}).status_code == 400
+    assert post(address, body | {"n": 700}).status_code == 400
     assert post(address, body | {"kvkeep": {"session": "secret-name", "method": "full"}}).status_code == 400
     assert httpx.get(f"{address}/metrics").status_code == 401
     after = figures(address)
