@@ -18,7 +18,7 @@ from kvkeep.errors import ModelError, UsageError
 
 LONGEST = 1 << 16
 """Characters of a template. The longest of llama.cpp's 70 has 16,714; a million take half a minute to compile."""
-TURNS = 5_000_000
+TURNS = 2_000_000
 """Turns of loops for one conversation: some seconds."""
 CALL = 10
 """Turns that a call of a macro counts."""
