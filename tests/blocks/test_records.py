@@ -67,3 +67,12 @@ def test_a_record_that_is_used_from_memory_is_not_over_the_age(tmp_path: Path) -
     known.get("one", "name")
     known.evict(age=3600)
     assert Records(tmp_path).get("one", "name") == {"ids": [1]}
+
+
+def test_all_records_can_be_removed(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    records.put("one", "a", {"x": 1})
+    records.clear()
+    assert records.get("one", "a") is None and not [path for path in tmp_path.rglob("*") if path.is_file()]
+    records.put("one", "a", {"x": 2})
+    assert Records(tmp_path).get("one", "a") == {"x": 2}

@@ -86,6 +86,14 @@ class Records:
         with self._lock:
             self._bytes -= len(self._known.pop(path, b""))
 
+    def clear(self) -> None:
+        """Remove all records. Raises OSError."""
+        with self._lock:
+            self._known.clear()
+            self._bytes = 0
+        for path in () if self._folder is None else self._folder.glob("*/*"):
+            path.unlink(missing_ok=True)
+
     def _remember(self, path: str, content: bytes) -> None:
         with self._lock:
             self._bytes += len(content) - len(self._known.pop(path, b""))

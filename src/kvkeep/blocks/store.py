@@ -294,7 +294,8 @@ class Store:
         return gone
 
     def remove_unused(self) -> None:
-        """Remove the blocks that no session has. Raises OSError."""
+        """Remove the blocks that no session has, and the records of answers. Raises OSError."""
+        self.records.clear()
         self._remove_unnamed(self.blocks.names())
 
     def release(self, name: str, keys: set[str]) -> None:

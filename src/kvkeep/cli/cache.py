@@ -142,7 +142,7 @@ def delete(
     place: StorePlace,
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names of sessions, or owner/name.")] = None,
     unused: Annotated[
-        bool, typer.Option("--unused", help="Delete blocks that belong to no session, such as those of unnamed chats.")
+        bool, typer.Option("--unused", help="Delete blocks that belong to no session, and records of answers.")
     ] = False,
     json: options.Json = False,
 ) -> None:
