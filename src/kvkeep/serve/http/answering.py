@@ -4,6 +4,7 @@ a reply."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import uuid
 from collections import Counter, deque
@@ -144,7 +145,10 @@ class Answering:
         asks = body.asks(prompt, limit, self.sampling, grammar, answers)
         notes = [*encoded_prompt.notes, *_notes(answers, body.calls(), grammar)]
         reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages, notes)
-        context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, answers, reuse.report)
+        report = functools.cache(
+            reuse.report
+        )  # it may decode the prompt, so `remember` calls it first, in a worker thread
+        context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, answers, report)
         contexts = [replace(context, index=number) for number in range(len(asks))]
         replies, remembered = [body.reply(one) for one in contexts], [body.answered(one) for one in contexts]
         stream, named = body.stream, bool(body.cache())
@@ -166,7 +170,7 @@ class Answering:
             raise
 
         def remember(number: int, event: StreamEvent) -> None:
-            if isinstance(event, Finished) and (reused := reuse.report(event).get("reuse")):
+            if isinstance(event, Finished) and (reused := report(event).get("reuse")):
                 request_log.info("%s %s", request.state.request_id, reused)
             if (answered := remembered[number]) is not None and isinstance(event, Finished):
                 self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
