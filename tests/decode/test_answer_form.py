@@ -218,7 +218,7 @@ def tokenizer_of(template: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("template", FORMATS)
 @pytest.mark.parametrize("kind", GOOD)
 def test_schemas_of_real_agents_compile(template: str, kind: str) -> None:
-    compiled(template, "weather", GOOD[kind])
+    assert compiled(template, "weather", GOOD[kind]).processor(0)
 
 
 @pytest.mark.parametrize("template", FORMATS)

@@ -6,7 +6,7 @@ tail of one call and the head of the next. All of these are literals that the mo
 
 * Hermes, Qwen: ``<tool_call>\\n{"name": "NAME", "arguments": {...}}\\n</tool_call>``;
 * Mistral: ``[TOOL_CALLS]NAME[ARGS]{...}``, Granite: ``<|tool_call|>[{"name": "NAME", "arguments": {...}}]``, DeepSeek,
-  Kimi and others alike, Llama: ``{"name": "NAME", "parameters": {...}}``;
+  Kimi and more, Llama: ``{"name": "NAME", "parameters": {...}}``;
 * Qwen3-Coder, GLM, MiniMax: each argument by itself, as ``<parameter=KEY>\\nVALUE\\n</parameter>``.
 """
 

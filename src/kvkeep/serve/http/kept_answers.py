@@ -115,7 +115,7 @@ class KeptAnswers:
         return self._answers[key]
 
     def remove(self, key: Key, answer: KeptAnswer) -> None:
-        """Remove an answer that was refused: nobody can follow it."""
+        """Remove an answer that was refused: it has no events to send."""
         answer.end()
         if self._answers.get(key) is answer:  # else its session was deleted meanwhile
             del self._answers[key]

@@ -117,7 +117,7 @@ class Strict(BaseModel):
     void: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Values with which a field asks for nothing, as clients send it. With others, the field is not supported."""
     hints: ClassVar[frozenset[str]] = frozenset()
-    """Fields that may say anything: what they ask for cannot change an answer."""
+    """Fields that may say anything, for the makers' own services: the server does nothing with them."""
 
     @model_validator(mode="before")
     @classmethod
