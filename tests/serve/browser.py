@@ -132,13 +132,20 @@ class Browser:
         return value
 
     def click(self, selector: str) -> None:
-        """Click at the middle of an element, as a person does, once nothing covers it."""
+        """Click at the middle of an element, as a person does, once nothing covers it. If the page has moved or renewed
+        the element meanwhile, click again."""
         find = f"const e = document.querySelector({json.dumps(selector)}), b = e.getBoundingClientRect()"
         middle = "const at = [b.x + b.width / 2, b.y + b.height / 2]"
-        shown = "return e.contains(document.elementFromPoint(...at)) && at"
-        x, y = self.until(f"(() => {{ {find}; {middle}; {shown} }})()")
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        listen = (
+            "window.clicked = false; e.addEventListener('click', () => { window.clicked = true }, { capture: true })"
+        )
+        shown = f"if (!e.contains(document.elementFromPoint(...at))) return; {listen}; return at"
+        clicked = False
+        while not clicked:
+            x, y = self.until(f"(() => {{ {find}; {middle}; {shown} }})()")
+            for kind in ("mousePressed", "mouseReleased"):
+                self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            clicked = self.run("window.clicked !== false")  # undefined: the click has opened another page
 
     def type(self, text: str) -> None:
         """Write text where the focus is."""

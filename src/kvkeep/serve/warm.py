@@ -75,7 +75,7 @@ def read_ahead(
     for end in (*range(known + PART, len(ids), PART), len(ids)):
         if interrupted():
             return
-        events = queue.SimpleQueue[Event]()
+        events = queue.Queue[Event]()  # one of queue.SimpleQueue may wait for ever after a signal
         job = engine.submit(Ask(ids[:end], 0), events.put, owner=owner)
         last: Event | None = None
         while last is None:
