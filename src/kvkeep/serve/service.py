@@ -6,7 +6,6 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any, ClassVar, Self
 
 from fastapi import FastAPI
@@ -140,6 +139,7 @@ class Service:
         """Return the application of a running engine, which warms up. scrape: as in
         :func:`~kvkeep.serve.http.app.application`."""
         warm_up(engine)
+        _prepare_forms(engine)  # in this thread: it blocks the others, which may not have taken a request yet
         return application(engine, loaded, self.keys, self.limits, self.origins, scrape, self.as_sent)
 
 
@@ -158,11 +158,10 @@ def warm_up(engine: Engine) -> None:
             pass
 
     engine.call(answer)
-    Thread(target=_prepare_forms, args=[engine], name="kvkeep-forms", daemon=True).start()
 
 
 def _prepare_forms(engine: Engine) -> None:
-    """Do what the first answer with tools would wait for: seconds, with a large vocabulary."""
+    """Do what the first answer with tools would wait for: one to two seconds, with a vocabulary of 150,000 tokens."""
     with suppress(UsageError):  # it shows where a form is asked for
         vocabulary(engine.tokenizer, engine.geometry.vocab_size, engine.ends)
         answer_format(engine.tokenizer)
