@@ -128,6 +128,39 @@ def test_every_model_of_claude_is_the_servers() -> None:
     assert found["ANTHROPIC_API_KEY"] == "" and found["ANTHROPIC_BASE_URL"] == SERVER.url
 
 
+SENDS = """
+called = {"input": "river", "tools": [{"a": 1}]}
+for body in ({"messages": [], "tools": []}, called, {"input": "x" * 99}, {"x": "y" * 999}):
+    try:
+        urllib.request.urlopen(urllib.request.Request(base + "/responses", json.dumps(body).encode()))
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and "has recorded" in json.load(error)["error"]["message"]
+sys.exit(5)
+"""
+
+
+def test_the_longest_request_with_tools_is_recorded(run: Run, client: Any, tmp_path: Path) -> None:
+    report = client("qwen", SENDS, asks=True)
+    path = tmp_path / "request.json"
+    code, _, err = run("agent", "qwen", "--model", "tiny", "--record", str(path), "--", "-p", "hello")
+    arguments, _, models = report()
+    assert code == 0 and f"kvkeep warm {path}" in err and path.stat().st_mode & 0o777 == 0o600
+    assert arguments[-2:] == ["-p", "hello"] and models["data"][0]["id"] == "tiny"
+    assert json.loads(path.read_text()) == {"input": "river", "tools": [{"a": 1}]}
+
+
+def test_what_cannot_be_recorded_is_one_sentence(run: Run, client: Any, address: str, tmp_path: Path) -> None:
+    client("qwen")
+    path = tmp_path / "request.json"
+    code, _, err = run("agent", "qwen", "--record", str(path))
+    assert code == 1 and "sent no request for an answer" in err and not path.exists()
+    client("qwen", SENDS)
+    code, _, err = run("agent", "qwen", "--record", str(tmp_path / "none" / "request.json"))
+    assert code == 1 and "cannot be written: no such file or directory" in err
+    assert "without a server" in run("agent", "qwen", "--url", address, "--record", str(path))[2]
+    assert "already something" in run("agent", "qwen", "--record", str(tmp_path))[2]
+
+
 def test_what_cannot_be_run_is_one_sentence(
     run: Run, client: Any, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

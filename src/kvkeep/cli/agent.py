@@ -26,7 +26,9 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.output import loading, note
+from kvkeep.cli.recorder import Recorder
 from kvkeep.errors import KvkeepError, Stopped, UsageError, reason_of, unknown
+from kvkeep.files import write_whole
 
 URL = "http://127.0.0.1:8000"
 """Where ``kvkeep serve`` listens by default."""
@@ -35,6 +37,8 @@ ANSWER_TOKENS = 4096
 """The longest answer that an agent plans for; a context has place for it and for what an agent sends."""
 IDLE_MS = 3_600_000
 """Milliseconds that an agent waits for the next part of an answer: a long start takes minutes to read."""
+RECORDED_CONTEXT = 32_768
+"""The context that an agent is told while its request is recorded: that of :data:`MODEL`."""
 POLL_S, TIMEOUT_S, STOP_S = 0.1, 10.0, 10.0
 
 
@@ -157,6 +161,13 @@ def agent(
     show: Annotated[
         bool, typer.Option("--print", help="Print what the agent, or any other client, needs, and run nothing.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer nothing, and write the agent's longest request to a new file (kvkeep warm FILE).",
+        ),
+    ] = None,
 ) -> None:
     """Run a coding agent on this machine's server: claude, codex, opencode or qwen.
 
@@ -165,6 +176,11 @@ def agent(
     """
     from kvkeep.serve.http.keys import VARIABLE, keys_given
 
+    if record is not None:
+        if show or url is not None:
+            raise UsageError("--record runs the agent without a server; leave --print and --url out.")
+        if os.path.lexists(record):
+            raise UsageError(f"There is already something at '{record}'; name another file.")
     if url is not None and model is not None:
         raise UsageError("--url names a server that has its model already; leave --model out.")
     known = {one: setup for one, (_, setup) in CLIENTS.items()}
@@ -175,6 +191,9 @@ def agent(
     if name is not None and name not in known:
         raise unknown("agent", name, known)
     program = installed(name) if name is not None and not show else ""
+    if record is not None:
+        assert name is not None
+        raise typer.Exit(run_recorded(name, program, model or MODEL, arguments or [], record))
     key = next(iter(keys_given()), "kvkeep")
     found = running(url or URL, key, f"set {VARIABLE} to one of its keys", required=url is not None)
     if found is not None and model not in (None, found.model):
@@ -211,6 +230,23 @@ def installed(name: str) -> str:
             f"'{name}' is not installed; it is the npm package {CLIENTS[name][0]}: npm install -g {CLIENTS[name][0]}"
         )
     return path
+
+
+def run_recorded(name: str, program: str, model: str, arguments: list[str], path: Path) -> int:
+    """Run a client without a model, write its longest request to a new file, and return 0: its own exit code
+    says that it got no answer. Raises KvkeepError if it sent no request, or the file cannot be written."""
+    recorder = Recorder(model)
+    with recorder.listening() as url:
+        note(f"the agent's requests are recorded and not answered; ask something short, and leave {name}")
+        run(program, CLIENTS[name][1](Endpoint(url, "kvkeep", model, RECORDED_CONTEXT)), arguments, url)
+    if not recorder.longest:
+        raise KvkeepError(f"'{name}' sent no request for an answer, so '{path}' was not written; ask it something.")
+    try:
+        write_whole(path, lambda file: file.write(recorder.longest), private=True)
+    except OSError as error:
+        raise KvkeepError(f"'{path}' cannot be written: {reason_of(error)}; name another file.") from None
+    note(f"{len(recorder.longest):,} bytes are written to {path}; read them ahead with: kvkeep warm {path}")
+    return 0
 
 
 # -- servers ------------------------------------------------------------------------------------------------
