@@ -26,7 +26,7 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.output import loading, note
-from kvkeep.cli.recorder import Recorder
+from kvkeep.cli.recorder import RequestRecorder
 from kvkeep.errors import KvkeepError, Stopped, UsageError, reason_of, unknown
 from kvkeep.files import write_whole
 
@@ -235,7 +235,7 @@ def installed(name: str) -> str:
 def run_recorded(name: str, program: str, model: str, arguments: list[str], path: Path) -> int:
     """Run a client without a model, write its longest request to a new file, and return 0: its own exit code
     says that it got no answer. Raises KvkeepError if it sent no request, or the file cannot be written."""
-    recorder = Recorder(model)
+    recorder = RequestRecorder(model)
     with recorder.listening() as url:
         note(f"the agent's requests are recorded and not answered; ask something short, and leave {name}")
         run(program, CLIENTS[name][1](Endpoint(url, "kvkeep", model, RECORDED_CONTEXT)), arguments, url)

@@ -13,7 +13,7 @@ RECORDED = "kvkeep has recorded this request and does not answer it; leave the a
 MAX_BYTES = 64_000_000
 
 
-class Recorder:
+class RequestRecorder:
     """Receives the requests of one client."""
 
     def __init__(self, model: str) -> None:
