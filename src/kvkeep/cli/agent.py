@@ -155,7 +155,13 @@ def agent(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="NAME", help="Model of the server to start.", show_default=MODEL),
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME",
+            help="Model of the server to start, or that a recorded request names.",
+            show_default=MODEL,
+        ),
     ] = None,
     memory: Annotated[str, typer.Option(help="Memory for the conversations of the server to start.")] = "2GB",
     show: Annotated[
@@ -245,7 +251,8 @@ def run_recorded(name: str, program: str, model: str, arguments: list[str], path
         write_whole(path, lambda file: file.write(recorder.longest), private=True)
     except OSError as error:
         raise KvkeepError(f"'{path}' cannot be written: {reason_of(error)}; name another file.") from None
-    note(f"{len(recorder.longest):,} bytes are written to {path}; read them ahead with: kvkeep warm {path}")
+    command = shlex.join(["kvkeep", "warm", f"{path}", "--model", model])
+    note(f"{len(recorder.longest):,} bytes are written to {path}; read them ahead with: {command}")
     return 0
 
 
