@@ -33,6 +33,8 @@ from kvkeep.files import write_whole
 URL = "http://127.0.0.1:8000"
 """Where ``kvkeep serve`` listens by default."""
 MODEL = "qwen2.5-coder-1.5b"
+MEMORY, CONVERSATIONS = "2GB", 2
+"""The memory of a server that is started, and the conversations of the longest context for which it chooses a cache."""
 ANSWER_TOKENS = 4096
 """The longest answer that an agent plans for; a context has place for it and for what an agent sends."""
 IDLE_MS = 3_600_000
@@ -163,7 +165,7 @@ def agent(
             show_default=MODEL,
         ),
     ] = None,
-    memory: Annotated[str, typer.Option(help="Memory for the conversations of the server to start.")] = "2GB",
+    memory: Annotated[str, typer.Option(help="Memory for the conversations of the server to start.")] = MEMORY,
     show: Annotated[
         bool, typer.Option("--print", help="Print what the agent, or any other client, needs, and run nothing.")
     ] = False,
@@ -324,7 +326,7 @@ def started(model: str, memory: str, key: str) -> Iterator[Endpoint]:
 
     fetch_model(model)
     code = "from kvkeep.cli.agent import serve_while_open; serve_while_open()"
-    given = ["--model", model, "--port", "0", "--memory", memory, "--conversations", "2", "--grace", "0"]
+    given = ["--model", model, "--port", "0", "--memory", memory, "--conversations", f"{CONVERSATIONS}", "--grace", "0"]
     with tempfile.TemporaryFile("w+") as said:
         server = subprocess.Popen(
             [sys.executable, "-c", code, "serve", *given],

@@ -20,6 +20,7 @@ from typing import IO, ClassVar
 
 import torch
 
+from kvkeep.cli.agent import CONVERSATIONS, MEMORY
 from kvkeep.errors import KvkeepError, UsageError, reason_of, unknown
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
@@ -146,8 +147,8 @@ class Ours(Server):
         yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
 
 
-class KvkeepDefaults(Server):
-    """``kvkeep serve`` with its defaults. folder: that of its store."""
+class KvkeepForAgents(Server):
+    """``kvkeep serve`` as ``kvkeep agent`` starts it. folder: that of its store."""
 
     name = "kvkeep"
     usage = True
@@ -159,7 +160,8 @@ class KvkeepDefaults(Server):
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
         where = ["--port", f"{port}", "--model", self.loaded.name, "--sessions", f"{self.folder}"]
-        yield [sys.executable, "-m", "kvkeep", "serve", *where], {"KVKEEP_API_KEYS": ""}
+        sizes = ["--memory", MEMORY, "--conversations", f"{CONVERSATIONS}"]
+        yield [sys.executable, "-m", "kvkeep", "serve", *where, *sizes], {"KVKEEP_API_KEYS": ""}
 
 
 class LlamaServer(Server):

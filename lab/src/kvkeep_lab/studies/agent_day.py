@@ -19,14 +19,14 @@ from kvkeep_lab.agent_day.playing import DayPlayer
 from kvkeep_lab.agent_day.prefixes import Prefixes
 from kvkeep_lab.agent_day.records import DayRecords, PlayedDay
 from kvkeep_lab.partial import keeping
-from kvkeep_lab.peers.servers import IkLlamaServer, KvkeepDefaults, LlamaServer, Server
+from kvkeep_lab.peers.servers import IkLlamaServer, KvkeepForAgents, LlamaServer, Server
 from kvkeep_lab.provenance import machine, version
 from kvkeep_lab.studies.base import Study, Trial, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent
 
 SLOTS = 4
 """Conversations that llama.cpp's servers keep ready: a main one, two subagents and a title."""
-SERVERS = (KvkeepDefaults.name, LlamaServer.name, IkLlamaServer.name)
+SERVERS = (KvkeepForAgents.name, LlamaServer.name, IkLlamaServer.name)
 
 
 def _known(name: str) -> str:
@@ -58,7 +58,7 @@ class AgentDay(Study):
     weights: ClassVar[str] = "auto"
 
     servers: Annotated[list[Annotated[str, AfterValidator(_known)]], unique] = Field(
-        [KvkeepDefaults.name],
+        [KvkeepForAgents.name],
         min_length=1,
         description=f"servers to measure, one after another: {', '.join(SERVERS)}. ${LlamaServer.program} and "
         f"${IkLlamaServer.program} are the paths of the last two",
@@ -101,13 +101,13 @@ class AgentDay(Study):
         store = folder / "store"
         server: Server
         match name:
-            case KvkeepDefaults.name:
-                server = KvkeepDefaults(trial.loaded, day.tokens, SLOTS, store)
+            case KvkeepForAgents.name:
+                server = KvkeepForAgents(trial.loaded, day.tokens, SLOTS, store)
             case LlamaServer.name:
                 server = LlamaServer(trial.loaded, day.tokens, SLOTS)
             case _:
                 server = IkLlamaServer(trial.loaded, day.tokens, SLOTS)
-        keeps = isinstance(server, KvkeepDefaults)
+        keeps = isinstance(server, KvkeepForAgents)
         path = folder / f"{name}.jsonl"
         if self.fresh:
             path.unlink(missing_ok=True)
