@@ -131,7 +131,7 @@ def test_a_text_goes_back_to_no_block_end_of_other_rows_or_with_discarded_entrie
         cache = KeepCache(tiny(family), "kv-direct", 64, chunk=32, checkpoint="kv", where="host", capacity=capacity)
         beginnings.watch(cache, 0, BLOCK)
         step(family, cache, ids[:, :LENGTH])
-        assert [*cache.stream.record.block_ends] == [BLOCK]
+        assert [*cache.stream.record.ends] == [BLOCK]
         step(family, cache, ids[:, LENGTH:])
         if change == "rows":
             cache.reorder_cache(torch.tensor([1, 0]))

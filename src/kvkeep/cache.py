@@ -302,7 +302,7 @@ class KeepCache(RecurrentCache):
     def memory(self) -> Memory:
         """Return the measured bytes of the cache by purpose, and those of the whole process."""
         found = report.memory(self.made)
-        bookkeeping = found.bookkeeping_bytes + self.stream.record.block_end_bytes
+        bookkeeping = found.bookkeeping_bytes + self.stream.record.end_bytes
         return replace(found, bookkeeping_bytes=bookkeeping, process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:

@@ -132,7 +132,7 @@ def fork(cache: Any, kind: Kind | None, ids: Sequence[int] | None = None) -> Any
     else:
         twin = copied(cache)
     if twin.exactness is Exactness.EXACT:
-        twin.stream.record.keep_block_ends(cache.stream.record.block_ends)
+        twin.stream.record.keep_ends(cache.stream.record.ends)
     return twin
 
 

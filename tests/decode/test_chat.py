@@ -178,7 +178,7 @@ def test_undo_and_retry_read_a_block_at_most_where_layers_cannot_be_cropped(
     before, known = list(talk.messages), len(talk.ids)
     talk.answer(long, max_new_tokens=new, **options)
     talk = again()
-    assert len(talk.cache.stream.record.block_ends) == (3 if new > BLOCK else 2)  # type: ignore[attr-defined]
+    assert len(talk.cache.stream.record.ends) == (3 if new > BLOCK else 2)  # type: ignore[attr-defined]
     result = talk.retry(max_new_tokens=9, **options)
     assert result.timing.prefill_tokens <= BLOCK and result.tokens == whole(before, long).tokens
     talk = again()

@@ -40,8 +40,8 @@ from kvkeep.memory.rows import BLOCK
 
 log = logging.getLogger(__name__)
 
-ENDS = 3
-"""The maximum number of block ends at which windows and recurrent states are kept."""
+ENDS = 4
+"""The maximum number of ends, of blocks and of a message, at which windows and recurrent states are kept."""
 
 
 def begins(cache: KeepCache) -> bool:
@@ -52,20 +52,25 @@ def begins(cache: KeepCache) -> bool:
     return not cache.geometry.unbounded_layers and (cache.checkpoint is None or not cache.checkpoint.by_token)
 
 
-def watch(cache: KeepCache, *places: int) -> None:
+def watch(cache: KeepCache, *places: int, message_end: int = 0) -> None:
     """Keep what windows and recurrent states hold at the end of a block, while the cache reads a prompt and an answer.
     A text can be continued nowhere else: :func:`keep` stores it, and a cache goes back there
     (:func:`kvkeep.transfer.rewind`). Kept are the last end, and the last one before each of ``places``, at most two
-    numbers of tokens. Other caches need nothing of this."""
+    numbers of tokens. message_end: the number of tokens up to the end of the prompt's last message; what they hold
+    there is kept as well, because the next prompt may have the answer in another form. Other caches need nothing of
+    this."""
     if cache.stream.moving and begins(cache):
+        cache.stream.record.end_message(message_end)
         cache.stream.record.tell(on_block=partial(_keep_end, cache, places))
 
 
 def _keep_end(cache: KeepCache, places: Sequence[int], length: int) -> None:
-    ends = {**cache.stream.record.block_ends}
+    ends = {**cache.stream.record.ends}
     ends[length] = {name: tensor.clone() for name, tensor in transfer.last_token_state(cache).items()}
-    last = {max((end for end in ends if end <= place), default=0) for place in (*places, length)}
-    cache.stream.record.keep_block_ends({end: state for end, state in ends.items() if end in last})
+    blocks = [end for end in ends if not end % BLOCK]
+    last = {max((end for end in blocks if end <= place), default=0) for place in (*places, length)}
+    last.add(cache.stream.record.message_end)
+    cache.stream.record.keep_ends({end: state for end, state in ends.items() if end in last})
 
 
 def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int]) -> list[BlockName]:
@@ -171,8 +176,8 @@ def keep(
         if stop():
             return
         folder.write(names[number], text.block(number, [ids]), text=names)
-    for length, state in cache.stream.record.block_ends.items():
-        if length <= len(names) * BLOCK:
+    for length, state in cache.stream.record.ends.items():
+        if not length % BLOCK and length <= len(names) * BLOCK:
             folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state, text=names)
     if len(names) == len(keys) and not stop() and (tail := text.tail()):
         tail |= transfer.last_token_state(cache)

@@ -139,7 +139,7 @@ class StoredSession(Reference):
         text = TextRows(cache, parts)
         state = {name: transfer.tensor_of(part) for name, part in parts.items() if name not in text.targets}
         state |= {f"{_TAIL}{short}": rows for short, rows in text.tail().items()}
-        for place, end in cache.stream.record.block_ends.items():
+        for place, end in cache.stream.record.ends.items():
             state |= {f"end.{place}.{name}": tensor for name, tensor in end.items()}
         key, state_bytes = session_key(), sum(one.nbytes for one in state.values())
         about = {
@@ -340,7 +340,7 @@ def _fill(cache: KeepCache, about: dict[str, Any], blocks: Sequence[Block], stat
             holding.check()
     if cache.ledger.records:  # a checkpoint may read them with the model
         within("ids", cache.ledger.ids.view(), 0, cache.model.get_input_embeddings().num_embeddings)
-    cache.stream.record.keep_block_ends(_ends(state))
+    cache.stream.record.keep_ends(_ends(state))
 
 
 def _first_block(about: dict[str, Any]) -> int:

@@ -70,7 +70,7 @@ class CachedText:
         not what it was there."""
         ends: dict[int, Any] = {}
         if isinstance(self.cache, KeepCache) and self.cache.exactness is Exactness.EXACT:
-            ends = self.cache.stream.record.block_ends
+            ends = self.cache.stream.record.ends
         end = max((end for end in ends if end <= length), default=0)
         try:
             if end:

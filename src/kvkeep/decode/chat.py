@@ -15,6 +15,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import Generation, generate, positions_of
 from kvkeep.decode.prompt import Messages, encode
+from kvkeep.engine.answer import end_ids, message_end
 from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer, name_of
@@ -193,8 +194,9 @@ class Conversation:
         known = self.cache.get_seq_length()
         if isinstance(self.cache, KeepCache):
             # undo() goes back to what precedes the last question, and retry() to the question's end.
-            before = sorted(self.cache.stream.record.block_ends)[:1] if again else [known]
-            watch(self.cache, *before, len(prompt) - written - 1)
+            before = sorted(self.cache.stream.record.ends)[:1] if again else [known]
+            end = message_end(prompt[: len(prompt) - written], end_ids(self.model))
+            watch(self.cache, *before, len(prompt) - written - 1, message_end=end)
         try:
             result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
         except BaseException:

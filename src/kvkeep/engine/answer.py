@@ -64,6 +64,12 @@ def end_ids(model: Any) -> list[int]:
     return [] if stated is None else torch.as_tensor(stated).flatten().tolist()
 
 
+def message_end(prompt: Sequence[int], ends: Collection[int]) -> int:
+    """Return the number of tokens of a prompt up to the end of its last message: the last token that ends an answer.
+    0: the prompt has none."""
+    return next((number for number in range(len(prompt), 0, -1) if prompt[number - 1] in ends), 0)
+
+
 class Answer:
     """Generates the answer to ``ask`` in ``cache``, which already holds the first tokens of the prompt.
 

@@ -24,15 +24,18 @@ class TextRecord:
         """The present pass reads a part of a text that is not its last."""
         self.blocks: list[str] = []
         """Names of the blocks that have been stored (:mod:`kvkeep.blocks`)."""
-        self.block_ends: dict[int, dict[str, Tensor]] = {}
-        """The windows and recurrent states at the ends of blocks (:mod:`kvkeep.blocks`), by the number of tokens."""
+        self.ends: dict[int, dict[str, Tensor]] = {}
+        """The windows and recurrent states at ends of blocks (:mod:`kvkeep.blocks`) and at :attr:`message_end`, by the
+        number of tokens."""
+        self.message_end = 0
+        """The number of tokens at the end of the last message of the prompt that is read next. 0: there is none."""
         self.on_progress: Listener | None = None
         """Called after every pass."""
         self.on_block: Listener | None = None
         """Called after a pass when the tokens so far are a whole number of blocks
-        (:data:`~kvkeep.memory.rows.BLOCK`). With it, chunks of an exact cache also end at the last block end before a
-        prompt's last token. There :func:`kvkeep.transfer.last_token_state` returns what windows and recurrent states
-        need to begin again."""
+        (:data:`~kvkeep.memory.rows.BLOCK`), or :attr:`message_end`. With it, chunks of an exact cache also end there,
+        and at the last block end before a prompt's last token. At these places
+        :func:`kvkeep.transfer.last_token_state` returns what windows and recurrent states need to begin again."""
         self._undone = False
 
     def begin_with(self, plain: bool) -> None:
@@ -60,14 +63,18 @@ class TextRecord:
         """Note which blocks of the text are stored, by name."""
         self.blocks = [*names]
 
-    def keep_block_ends(self, ends: dict[int, dict[str, Tensor]]) -> None:
-        """Set :attr:`block_ends`."""
-        self.block_ends = {**ends}
+    def keep_ends(self, ends: dict[int, dict[str, Tensor]]) -> None:
+        """Set :attr:`ends`."""
+        self.ends = {**ends}
 
     @property
-    def block_end_bytes(self) -> int:
-        """Bytes of :attr:`block_ends`."""
-        return sum(tensor.nbytes for end in self.block_ends.values() for tensor in end.values())
+    def end_bytes(self) -> int:
+        """Bytes of :attr:`ends`."""
+        return sum(tensor.nbytes for end in self.ends.values() for tensor in end.values())
+
+    def end_message(self, length: int) -> None:
+        """Set :attr:`message_end`."""
+        self.message_end = length
 
     def tell(self, on_progress: Listener | None = None, on_block: Listener | None = None) -> None:
         """Set :attr:`on_progress` and :attr:`on_block`, each only if it is given."""
@@ -88,7 +95,7 @@ class TextRecord:
 
     def forget_from(self, length: int) -> None:
         """Forget the tokens from ``length`` on."""
-        self.block_ends = {count: state for count, state in self.block_ends.items() if count <= length}
+        self.ends = {count: state for count, state in self.ends.items() if count <= length}
         del self.blocks[length // BLOCK :]
         if self.text is not None and length < self.text[0]:
             self.text = None
@@ -98,4 +105,4 @@ class TextRecord:
         if self.text is not None:
             length, digests = self.text
             self.text = length, [digests[row] for row in rows]
-        self.blocks, self.block_ends = [], {}
+        self.blocks, self.ends = [], {}

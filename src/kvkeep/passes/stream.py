@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.pass_owner import PassOwner
-from kvkeep.passes.record import TextRecord
+from kvkeep.passes.record import Listener, TextRecord
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
@@ -100,12 +101,13 @@ class CacheStream:
     def chunks(self, count: int, chunk: int | None = None) -> list[int]:
         """Return the sizes of the chunks in which ``count`` new tokens are read, at most ``chunk`` each (None: the
         cache's own number). The first takes the remainder, so that the last queries of a prompt share a chunk."""
-        end = (self.length + count - 1) // BLOCK * BLOCK - self.length
-        ends = self.record.on_block is not None and self.any_chunk and not self.record.continues
-        ends = ends and (self.round is None or not self.round.open)
+        start, stop, ends = self.length, self.length + count, set[int]()
         if self.exact_tokens is not None:  # a chunk is exact as a whole or not at all
-            end, ends = self.exact_tokens - self.length, True
-        parts = (end, count - end) if ends and 0 < end < count else (count,)
+            ends = {self.exact_tokens}
+        elif _listener(self) is not None and self.any_chunk and not self.record.continues:
+            ends = {(stop - 1) // BLOCK * BLOCK, self.record.message_end}
+        marks = [start, *sorted(end for end in ends if start < end < stop), stop]
+        parts = [end - begin for begin, end in pairwise(marks)]
         chunk = self.chunk if chunk is None else chunk
         split = [divmod(part, chunk) for part in parts]
         return [size for full, rest in split for size in (*([rest] if rest else []), *[chunk] * full)]
@@ -386,8 +388,8 @@ class CacheStream:
             self._read = 0
         if self.record.on_progress is not None:
             self.record.on_progress(length)
-        if not length % BLOCK and self.record.on_block is not None and not (self.round is not None and self.round.open):
-            self.record.on_block(length)
+        if (listener := _listener(self)) is not None and (not length % BLOCK or length == self.record.message_end):
+            listener(length)
 
     @outside_inference_mode
     def roll_back(self, restoring: bool = False) -> None:
@@ -463,3 +465,9 @@ def _rows_on_disk(made: Assembly) -> Iterator[Rows]:
     if made.checkpoint is not None:
         yield from (rows for _, rows in made.checkpoint.stores())
     yield from (made.ledger.ids, made.ledger.positions)
+
+
+def _listener(stream: CacheStream) -> Listener | None:
+    """Return the listener for the ends of blocks (:attr:`TextRecord.on_block`); None in a round, whose tokens are not
+    certain."""
+    return None if stream.round is not None and stream.round.open else stream.record.on_block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from kvkeep.blocks.folder import BlockName
 from kvkeep.blocks.store import LOCAL
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText
+from kvkeep.engine.answer import message_end
 from kvkeep.errors import KvkeepError, place_of
 from kvkeep.memory.rows import BLOCK
 from kvkeep.serve.session import OpenSession, State
@@ -64,10 +65,12 @@ class Beginnings:
 
         return self._storage.reader.run(lambda: self._trying("are not used", begun))
 
-    def watch(self, session: OpenSession, prompt: int) -> None:
-        """Prepare a session without a name, which reads a prompt of so many tokens next, for :meth:`keep`."""
-        if session.name is None and self._storage.store is not None:
-            beginnings.watch(session.cache, session.cache.get_seq_length(), prompt - 1)
+    def watch(self, session: OpenSession, prompt: Sequence[int], ends: Collection[int]) -> None:
+        """Prepare a session without a name, which reads a prompt next, for :meth:`keep` and for the prompt after it.
+        ends: ids that end an answer."""
+        if session.name is None:
+            known, message = session.cache.get_seq_length(), message_end(prompt, ends)
+            beginnings.watch(session.cache, known, len(prompt) - 1, message_end=message)
 
     def keep(self, session: OpenSession) -> Future[None]:
         """Store the whole blocks of a session's text; end early if the session is to yield, or at the server's end."""

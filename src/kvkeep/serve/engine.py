@@ -329,7 +329,7 @@ class Engine:
                     session.work.result()
                     session.past.align(job.ask.prompt)
                 session.work, session.state = None, State.ANSWERING
-                self.sessions.beginnings.watch(session, len(job.ask.prompt))
+                self.sessions.beginnings.watch(session, job.ask.prompt, self.ends)
                 answer = Answer(job.ask, session.cache, self.tokenizer, self.ends, job.tell)
                 job.scheduled, job.read = self.scheduler.add(answer), answer.known
             except Exception as error:

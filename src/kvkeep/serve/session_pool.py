@@ -109,7 +109,7 @@ class SessionPool:
         """Return the longest available prefix of the job's prompt for its session, which has read nothing. If one of
         the ``running`` jobs is reading a longer one, return that; None if there is neither, or if the session's kind
         cannot share prefixes."""
-        if session.state is State.PARKED or session.past.ids or not _gives(session.cache):
+        if session.state is State.PARKED or session.past.ids or session.cache.exactness != "exact":
             return None
         prompt, best = [*job.ask.prompt[:-1]], Prefix(session, ())
         reader: PendingPrefix | None = None
@@ -119,11 +119,11 @@ class SessionPool:
                 continue  # its cache has unfinished work between two steps
             if _same_kind(one.session, session):
                 known.append((one.session, one.known))
-                longest = _prefix(one.ask.prompt, prompt, one.session.cache)
+                longest = _prefix(one.ask.prompt, prompt, one.session)
                 if not one.writes and len(longest) > len(best.ids):
                     best, reader = Prefix(one.session, longest), PendingPrefix(one, len(longest))
         for other, ids in known:
-            found = _prefix(ids, prompt, other.cache)
+            found = _prefix(ids, prompt, other)
             if len(found) >= max(1, len(best.ids)):
                 best, reader = Prefix(other, found), None
         return reader or (best if best.ids else None)
@@ -291,8 +291,9 @@ class Prefix:
     def taken(self) -> bool:
         """Whether the session's own cache is taken and not a copy: the session is idle, has no name, and has read only
         this prefix, or this prefix cannot be copied from it."""
-        one = self.session
-        return _can_move(one) and (len(self.ids) == len(one.past.ids) or not _begins_exactly(one.cache, len(self.ids)))
+        one, count = self.session, len(self.ids)
+        copies = _cuts(one.cache, len(one.past.ids), count) and _begins_exactly(one.cache, count)
+        return _can_move(one) and (count == len(one.past.ids) or not copies)
 
     @property
     def worth(self) -> float:
@@ -325,7 +326,7 @@ class Prefix:
 
 def can_share(session: OpenSession) -> bool:
     """Return whether other sessions in memory may reuse a prefix of this one, or take its cache over."""
-    return _gives(session.cache) or session.cache.method.recall.endless
+    return session.cache.exactness == "exact" or session.cache.method.recall.endless
 
 
 def _gives(cache: KeepCache) -> bool:
@@ -347,13 +348,24 @@ def _same_kind(one: OpenSession, other: OpenSession) -> bool:
     return one is not other and one.state is not State.PARKED and same and (_gives(one.cache) or _can_move(one))
 
 
-def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
-    """Return the common prefix, if a cache that has read ``ids`` is cropped to it for less than reading it costs."""
+def _cuts(cache: KeepCache, length: int, count: int) -> bool:
+    """Return whether a cache that has read ``length`` tokens can be cropped to ``count``: to all of them, or to any
+    number if no window has lost entries and there is no recurrent state."""
+    windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
+    return count == length or (not cache.geometry.other_layers and length < min(windows, default=length + 1))
+
+
+def _prefix(ids: Sequence[int], prompt: Sequence[int], session: OpenSession) -> Sequence[int]:
+    """Return the common prefix, if the cache of a session that has read ``ids`` is cropped to it for less than reading
+    it costs. A cache that cannot be cropped goes back to the end of the last message before its answer: the same
+    conversation goes on, with the answer in another form."""
+    cache = session.cache
     if len(prompt) < MIN_PREFIX_TOKENS or [*ids[:MIN_PREFIX_TOKENS]] != prompt[:MIN_PREFIX_TOKENS]:
         return ()
     count = common_prefix(ids, prompt)
     if transfer.lacks(cache, count):
         return ()
-    windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
-    cuts = count == len(ids) or len(ids) < min(windows, default=len(ids) + 1)
-    return ids[:count] if cuts and (2 * count >= len(ids) or transfer.lends(cache)) else ()
+    if not _cuts(cache, len(ids), count):
+        end = cache.stream.record.message_end
+        return ids[:end] if _can_move(session) and 0 < end <= count and end in cache.stream.record.ends else ()
+    return ids[:count] if 2 * count >= len(ids) or transfer.lends(cache) else ()
