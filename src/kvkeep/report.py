@@ -56,10 +56,7 @@ def describe(
 ) -> list[LayerReport]:
     """Return, for every layer, the requested and the effective method and budget. ``budgets``: entries by layer and
     head, if they differ; ``exactness``: that of full layers."""
-    promised = exactness is request.method.exactness is Exactness.EXACT
-    same = made.exact and promised and not geometry.other_layers
-    same = same and geometry.steady(request.context)
-    same = same and _in_order(request, made, model) and row_independent(model)
+    same = exactness is Exactness.EXACT and same_bits(request, geometry, made, model)
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
     reports, notes = [], _notes(request, geometry)
     for layer in geometry.layers:
@@ -78,6 +75,12 @@ def describe(
         note = note.format(source=layer.source)
         reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, str(promise), note, same))
     return reports
+
+
+def same_bits(request: Request, geometry: ModelGeometry, made: Assembly, model: Any) -> bool:
+    """Return :attr:`LayerReport.same_bits` of a cache that has lost nothing."""
+    same = made.exact and request.method.exactness is Exactness.EXACT and not geometry.other_layers
+    return same and geometry.steady(request.context) and _in_order(request, made, model) and row_independent(model)
 
 
 def _notes(request: Request, geometry: ModelGeometry) -> list[str]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read, can_pack, forward, without_memory
+from kvkeep.engine.drafts import Drafter, PassPrices, can_draft, hold, most_drafts, take_back
 from kvkeep.engine.pieces import AnswerText, TextPiece
 from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling
@@ -55,7 +56,7 @@ class Ask:
     named: Collection[int] = ()
     """Special tokens whose names are parts of the answer's text."""
     copies: bool = True
-    """Whether drafts may be copied from the text (for methods that draft)."""
+    """Whether tokens may be drafted: copies from the text, and what the form wants. They do not change the answer."""
 
 
 def end_ids(model: Any) -> list[int]:
@@ -95,6 +96,8 @@ class Answer:
         """The reason why the answer ended: "eos", "stop", "length", or the result of ``check``; empty until then."""
         self.first_at = self.last_at = 0.0
         """The times when the first and the last token were chosen, by ``time.perf_counter()``."""
+        self.drafter: Drafter | None = None
+        """The drafts of its passes; None: it has none."""
         self._text: AnswerText | None = None
         if listener is not None:
             self._text = AnswerText(tokenizer, ask.prompt, ask.stops, ask.top_logprobs, listener, ask.named)
@@ -109,8 +112,9 @@ class Answer:
         """The stop string that ended the answer; None: none has."""
         return None if self._text is None else self._text.stopped
 
-    def reads(self) -> Reads:
-        """Read the prompt tokens that the cache does not hold, then generate until the answer ends."""
+    def reads(self, prices: PassPrices) -> Reads:
+        """Read the prompt tokens that the cache does not hold, then generate until the answer ends. prices: those of
+        the model's passes."""
         prompt, sampler = self.ask.prompt, self.ask.sampling
         logits = yield Read(self.cache, prompt[self.known :])
         if not self.ask.max_tokens:
@@ -122,13 +126,42 @@ class Answer:
         if isinstance(self.cache, KeepCache) and self.cache.method.recall.drafts:
             yield from self._rounds(ids, logits, sampler)
             return
+        if self.ask.copies and isinstance(self.cache, KeepCache) and can_draft(self.cache):
+            form = sampler.grammar
+            self.drafter = Drafter(prompt, prices, None if form is None else form.forced)
+        drafts: Sequence[int] = ()
         while True:
-            self.take(sampler.next(ids, logits[-1:]), logits[-1])
+            before = len(self.tokens)
+            try:
+                for row, draft in zip(logits, [*drafts, None], strict=True):
+                    self.take(sampler.next(ids, row[None]), row)
+                    if sampler.processors:
+                        ids = torch.cat([ids, ids.new_tensor([self.tokens[-1:]])], 1)
+                    if self.reason or self.tokens[-1] != draft:
+                        break
+            finally:
+                if drafts:
+                    take_back(self.cache, 1 + len(drafts) - max(1, len(self.tokens) - before))
             if self.reason:
                 return
-            if sampler.processors:
-                ids = torch.cat([ids, ids.new_tensor([self.tokens[-1:]])], 1)
-            logits = yield Read(self.cache, self.tokens[-1:])
+            if self.drafter is not None:
+                most = min(most_drafts(self.cache), self.ask.max_tokens - len(self.tokens) - 1)
+                self.drafter.learn(len(drafts), self.tokens[before:])
+                drafts = self.drafter.drafts(self.tokens, most)
+            logits = yield from self._read(drafts)
+
+    def _read(self, drafts: Sequence[int]) -> Generator[Read, Tensor, Tensor]:
+        """Read the last token and its drafts; return their logits."""
+        read = Read(self.cache, [self.tokens[-1], *drafts], 1 + len(drafts))
+        if not drafts:
+            return (yield read)
+        length = self.cache.get_seq_length()
+        hold(self.cache)
+        try:
+            return (yield read)
+        except BaseException:
+            take_back(self.cache, max(0, self.cache.get_seq_length() - length - 1))
+            raise
 
     def _rounds(self, prompt: Tensor, logits: Tensor, sampler: Sampler) -> Reads:
         """Generate in rounds of draft and verify."""
@@ -187,9 +220,9 @@ class Answer:
 class ScheduledAnswer:
     """An answer in a scheduler, and the chunks that it reads next. shared: other answers may share its passes."""
 
-    def __init__(self, answer: Answer, shared: bool) -> None:
+    def __init__(self, answer: Answer, shared: bool, prices: PassPrices) -> None:
         self.answer, self.shared = answer, shared
-        self._reads = answer.reads()
+        self._reads = answer.reads(prices)
         self._want(next(self._reads))
 
     def _want(self, read: Read) -> None:
@@ -267,12 +300,12 @@ class Scheduler:
     """
 
     def __init__(self, model: Any, *, packed: bool = True) -> None:
-        self.model, self.packed = model, packed
+        self.model, self.packed, self.prices = model, packed, PassPrices()
         self.answers: list[ScheduledAnswer] = []
 
     def add(self, answer: Answer) -> ScheduledAnswer:
         """Schedule an answer."""
-        scheduled = ScheduledAnswer(answer, self.packed)
+        scheduled = ScheduledAnswer(answer, self.packed, self.prices)
         self.answers.append(scheduled)
         return scheduled
 
@@ -293,11 +326,22 @@ class Scheduler:
             if self.packed and can_pack(read.cache) and read.cache.geometry.steady(None)
         ]
         if shared:
-            results |= zip(shared, forward(self.model, [reads[number] for number in shared]), strict=True)
+            with self._priced([turn[number] for number in shared], [reads[number] for number in shared]):
+                results |= zip(shared, forward(self.model, [reads[number] for number in shared]), strict=True)
         for number, read in enumerate(reads):
             if number not in results:
-                results[number] = forward_one(self.model, read)
+                with self._priced([turn[number]], [read]):
+                    results[number] = forward_one(self.model, read)
         return [Result(scheduled, reads[number], results[number]) for number, scheduled in enumerate(turn)]
+
+    @contextmanager
+    def _priced(self, answers: Sequence[ScheduledAnswer], reads: Sequence[Read]) -> Iterator[None]:
+        """Measure the pass within the block, unless it reads a prompt."""
+        begin = time.perf_counter()
+        yield
+        if all(one.writes for one in answers):
+            self.prices.note(sum(len(read.ids) for read in reads), time.perf_counter() - begin)
+            self.prices.others = len(answers) - 1
 
     def _turn(self) -> list[ScheduledAnswer]:
         """Return the answers of the next step: all in generation, and one that reads its prompt."""

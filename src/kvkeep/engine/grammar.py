@@ -37,10 +37,10 @@ class Grammar:
             raise UsageError(f"No answer can have this form: {_sentence(first.get_error())}")
         self._matcher, self._vocabulary = matcher, vocabulary
 
-    def processor(self, prompt: int) -> LogitsProcessor:
+    def processor(self, prompt: int) -> GrammarProcessor:
         """Return what removes all tokens that the form does not allow from the scores of one answer. prompt: the number
         of tokens before it."""
-        return _Allowed(self._matcher.deep_copy(), self._vocabulary, prompt)
+        return GrammarProcessor(self._matcher.deep_copy(), self._vocabulary, prompt)
 
 
 def _sentence(reason: str) -> str:
@@ -72,15 +72,30 @@ def _vocabulary(tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
         raise UsageError(f"llguidance cannot read the model's tokenizer ({str(error)[:100]}).") from None
 
 
-class _Allowed(LogitsProcessor):
+class GrammarProcessor(LogitsProcessor):
     """Gives every token that a form does not allow the score -inf."""
 
     def __init__(self, matcher: Any, vocabulary: Any, prompt: int) -> None:
         self._matcher, self._vocabulary, self._prompt = matcher, vocabulary, prompt
         self._read: list[int] = []  # tokens of the answer that the matcher has read
 
+    def forced(self, written: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that have to follow the answer's tokens. The model may spell the same text otherwise."""
+        return self._matcher.compute_ff_tokens() if self._follow([*written]) else ()
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        written = input_ids[0, self._prompt :].tolist()
+        """Return the scores (1, vocabulary) of the token after ``input_ids`` (1, tokens), as changed by the form."""
+        if not self._follow(input_ids[0, self._prompt :].tolist()):  # after a draft that will be rejected
+            return scores
+        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        if self._matcher.is_error():  # llguidance bounds the work for one token
+            raise UsageError(f"The form of the answer cannot be followed: {_sentence(self._matcher.get_error())}")
+        if int(bias.count_nonzero()) == 1:
+            self._spell(bias)
+        return scores.masked_fill((bias[: scores.shape[-1]] == 0).to(scores.device), -torch.inf)
+
+    def _follow(self, written: list[int]) -> bool:
+        """Let the matcher read the answer's tokens; return whether it takes all of them."""
         read, shared = self._read, len(self._read)
         if written[:shared] != read:  # drafts that were rejected
             shared = next(
@@ -91,14 +106,7 @@ class _Allowed(LogitsProcessor):
         allowed = self._matcher.validate_tokens(fresh)
         self._matcher.consume_tokens(fresh[:allowed])
         self._read = written[: shared + allowed]
-        if allowed < len(fresh):  # after a draft that will be rejected
-            return scores
-        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        if self._matcher.is_error():  # llguidance bounds the work for one token
-            raise UsageError(f"The form of the answer cannot be followed: {_sentence(self._matcher.get_error())}")
-        if int(bias.count_nonzero()) == 1:
-            self._spell(bias)
-        return scores.masked_fill((bias[: scores.shape[-1]] == 0).to(scores.device), -torch.inf)
+        return allowed == len(fresh)
 
     def _spell(self, bias: Tensor) -> None:
         """Replace the only token that may come next, if it is a special token in the place of a text with its name:

@@ -20,7 +20,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from kvkeep.engine.grammar import Grammar
+from kvkeep.engine.grammar import Grammar, GrammarProcessor
 from kvkeep.errors import KvkeepError, UsageError
 
 SMALLEST = 1e-30
@@ -142,6 +142,11 @@ class Sampler:
     """Whether tokens are sampled; otherwise the likeliest token is chosen."""
     generator: torch.Generator | None = None
     """Generates the noise; None: torch's default generator."""
+
+    @property
+    def grammar(self) -> GrammarProcessor | None:
+        """The form of the answer; None: any text."""
+        return next((one for one in self.processors if isinstance(one, GrammarProcessor)), None)
 
     def noise(self, like: Tensor) -> Tensor:
         """Return new noise, with the shape of the probabilities."""

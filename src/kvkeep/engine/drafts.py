@@ -1,0 +1,205 @@
+"""Drafts: tokens that may come next in an answer. The pass that reads the answer's last token reads them, too.
+
+The pass has the bits of as many steps (:attr:`~kvkeep.report.LayerReport.same_bits`), so each row's logits choose the
+token that a step would have chosen. A draft that differs from it is removed with those after it. So an answer does
+not depend on its drafts, greedy or sampled.
+
+Drafts are copied from the text: what followed its longest earlier occurrence of the last tokens (prompt lookup, Saxena,
+2023; SuffixDecoding, arXiv:2411.04975). How many are read at once follows the measured price of a pass and the chance
+that they are right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from kvkeep import report
+from kvkeep.cache import KeepCache
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.engine.drafting import Acceptance
+from kvkeep.memory.rows import BLOCK
+
+GRAM = 3
+"""The number of tokens that must match before a copy."""
+LONGEST = 15
+"""The maximum number of drafts of a pass."""
+OCCURRENCES = 8
+"""The number of earlier occurrences of the last tokens that are compared, the newest first."""
+LONGEST_MATCH = 32
+"""The number of tokens before an occurrence that are compared."""
+FORGET = 0.8
+"""The weight of earlier passes when the time of a new one is recorded."""
+ROW_PRICE = 0.25
+"""The price of another row, in passes of one row, before it was measured."""
+GUESSES = 3
+"""The number of drafts that the first guess of their chance counts for."""
+
+
+class Copy(NamedTuple):
+    """A copy from the text."""
+
+    tokens: Sequence[int]
+    match: int
+    """The number of tokens that match before it."""
+
+
+class CopiedText:
+    """The tokens of a text, by trigram."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._tokens: list[int] = []
+        self._after = defaultdict[tuple[int, ...], list[int]](list)  # trigram: the indices after its occurrences
+        for token in tokens:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Append a token."""
+        self._tokens.append(token)
+        self._after[tuple(self._tokens[-GRAM:])].append(len(self._tokens))
+
+    def copy(self, count: int) -> Copy:
+        """Return at most ``count`` tokens that followed the longest earlier occurrence of the last ones. A copy that
+        reaches the end of the text repeats."""
+        text, end = self._tokens, len(self._tokens)
+        best = Copy((), 0)
+        for source in islice(reversed(self._after[tuple(text[-GRAM:])]), 1, 1 + OCCURRENCES):
+            match = GRAM
+            while match < min(LONGEST_MATCH, source) and text[source - 1 - match] == text[end - 1 - match]:
+                match += 1
+            if match > best.match:
+                period = end - source
+                best = Copy([text[source + number % period] for number in range(count)], match)
+        return best
+
+
+class PassPrices:
+    """The measured seconds of a model's passes by their number of rows. Recent passes weigh most."""
+
+    def __init__(self) -> None:
+        self.others = 0
+        """The number of other answers in generation, with a row each."""
+        self._seconds: dict[int, float] = {}
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Record a pass."""
+        before = self._seconds.get(rows, seconds)
+        self._seconds[rows] = FORGET * before + (1 - FORGET) * seconds
+
+    def of(self, rows: int) -> float:
+        """Return the price of a pass, in any unit: by the next smaller and larger ones that were measured."""
+        below = max((one for one in self._seconds if one <= rows), default=None)
+        above = min((one for one in self._seconds if one >= rows), default=None)
+        if below is None or above is None:
+            known = below or above
+            if known is None:
+                return 1 + ROW_PRICE * (rows - 1)
+            return self._seconds[known] * (1 + ROW_PRICE * (rows - 1)) / (1 + ROW_PRICE * (known - 1))
+        if below == above:
+            return self._seconds[rows]
+        share = (rows - below) / (above - below)
+        return (1 - share) * self._seconds[below] + share * self._seconds[above]
+
+
+class Drafter:
+    """The drafts of one answer. prompt: the tokens before it. forced: returns the tokens that the answer's form wants
+    after its tokens so far."""
+
+    def __init__(
+        self, prompt: Sequence[int], prices: PassPrices, forced: Callable[[Sequence[int]], Sequence[int]] | None = None
+    ) -> None:
+        self.drafted = self.accepted = 0
+        """The numbers of drafts, and of those that were right."""
+        self._text, self._prices, self._forced = CopiedText(prompt), prices, forced
+        self._chances = dict[int, Acceptance]()
+        self._chance: Acceptance | None = None  # of the last drafts
+        self._expected: int | None = None  # the first token of a copy that was not read
+
+    def drafts(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """Return the drafts of the pass that reads the last of the answer's ``tokens``: at most ``most``."""
+        most = min(most, LONGEST)
+        if most < 1:
+            return ()
+        drafts, match = (() if self._forced is None else self._forced(tokens)[:most]), FORCED
+        if not drafts:
+            drafts, match = self._text.copy(most)
+        if not drafts:
+            return ()
+        self._chance = self._chances.setdefault(_bucket(match), _first_guess(match))
+        count = self._count(len(drafts), self._chance)
+        if not count:  # judged all the same, so that a text that begins to copy is noticed
+            self._expected = drafts[0]
+        return drafts[:count]
+
+    def learn(self, drafted: int, taken: Sequence[int]) -> None:
+        """Note the tokens that were chosen in a pass with ``drafted`` drafts: all right ones, and one more."""
+        accepted = len(taken) - 1
+        if self._chance is not None:
+            if self._expected is not None:
+                self._chance.note(int(taken[0] == self._expected), 1)
+            elif drafted:
+                self._chance.note(min(accepted, drafted), drafted)
+        self._chance = self._expected = None
+        self.drafted += drafted
+        self.accepted += accepted
+        for token in taken:
+            self._text.add(token)
+
+    def _count(self, most: int, chance: Acceptance) -> int:
+        """Return the number of drafts that gives the most tokens per second, all answers of the pass together."""
+        others, prices = self._prices.others, self._prices
+        return max(range(most + 1), key=lambda count: (others + chance.tokens(count)) / prices.of(1 + others + count))
+
+
+FORCED = 2 * LONGEST_MATCH
+"""What stands for the match of tokens that a form wants."""
+
+
+def _bucket(match: int) -> int:
+    """Return the number of the matches that are judged together: of 3, 4, 5 to 7, 8 to 15 tokens, and so on."""
+    return match if match < 5 else 2 + match.bit_length()
+
+
+def _first_guess(match: int) -> Acceptance:
+    """Return how drafts after a match end, before any has: longer matches are right more often."""
+    return Acceptance(GUESSES * match / (match + GRAM), GUESSES * GRAM / (match + GRAM))
+
+
+def most_drafts(cache: KeepCache) -> int:
+    """Return the number of drafts that the next pass of a cache can take back, which :func:`can_draft`."""
+    stream = cache.stream
+    most = stream.chunk - 1
+    if stream.record.on_block is not None:  # what windows hold is kept at the end of a block
+        most = min(most, BLOCK - 1 - cache.get_seq_length() % BLOCK)
+    return most
+
+
+def can_draft(cache: KeepCache) -> bool:
+    """Return whether an answer in a cache may have drafts: a pass over several tokens has the bits of single steps, and
+    can be taken back. A recurrent state cannot."""
+    if cache.exactness is not Exactness.EXACT or not cache.crops or cache.round is not None:
+        return False
+    made, request = cache.made, cache.request
+    return not cache.geometry.recurrent_layers and report.same_bits(request, cache.geometry, made, cache.model)
+
+
+def hold(cache: KeepCache) -> None:
+    """Let windows keep what they would evict for the drafts of the next pass, until :func:`take_back`."""
+    for window in _windows(cache):
+        window.record_past = True
+
+
+def take_back(cache: KeepCache, count: int) -> None:
+    """Remove the last ``count`` tokens, which were drafts. An unfinished pass stays as it is."""
+    if count and not cache.stream.open:
+        cache.crop(-count)
+    for window in _windows(cache):
+        window.record_past = False
+        if not cache.stream.open:
+            window.trim()
+
+
+def _windows(cache: KeepCache) -> list[Any]:
+    return [cache.layers[layer.index] for layer in cache.geometry.sliding_layers]
