@@ -56,19 +56,25 @@ def cheap(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
     monkeypatch.setattr(drafts, "GRAM", 1)
 
 
-def answer(model: Any, ids: Sequence[int], kind: str, copies: bool, **given: Any) -> Answer:
-    ask = Ask(ids, given.pop("most", 60), copies=copies, **given)
+def answer(model: Any, ids: Sequence[int], kind: str, **given: Any) -> Answer:
+    ask = Ask(ids, given.pop("most", 60), **given)
     return Answer(ask, KeepCache(model, **KINDS[kind]), tokenizer(), [], lambda piece: None)
 
 
-def run(model: Any, answers: Sequence[Answer]) -> None:
+def run(model: Any, answers: Sequence[Answer], copies: bool = True) -> int:
+    """Complete answers with or without drafts; return the number of passes."""
+    model.generation_config.prompt_lookup_num_tokens = None if copies else 0
+    passes = 0
     scheduler = Scheduler(model)
     for one in answers:
         scheduler.add(one)
     while scheduler.answers:
+        passes += 1
         for result in scheduler.step():
             if result.scheduled.give(result.logits):
                 scheduler.answers.remove(result.scheduled)
+    model.generation_config.prompt_lookup_num_tokens = None
+    return passes
 
 
 def repeating(seed: int = 1) -> list[int]:
@@ -91,9 +97,9 @@ def same(one: KeepCache, other: KeepCache) -> None:
 def test_drafts_change_no_token(family: str, kind: str, sampling: Sampling, folder: Path) -> None:
     one = model(folder, family)
     for seed in range(3):
-        found, plain = (answer(one, repeating(seed), kind, copies, sampling=sampling) for copies in (True, False))
+        found, plain = (answer(one, repeating(seed), kind, sampling=sampling) for _ in range(2))
         run(one, [found])
-        run(one, [plain])
+        run(one, [plain], copies=False)
         assert found.tokens == plain.tokens and found.text == plain.text
         assert plain.drafter is None and found.drafter is not None
         assert found.drafter.drafted > 0 and found.drafter.accepted <= found.drafter.drafted
@@ -106,9 +112,7 @@ def test_drafts_change_no_token(family: str, kind: str, sampling: Sampling, fold
 
 def test_some_drafts_are_right_and_some_are_wrong(folder: Path) -> None:
     one = model(folder, "llama")
-    found = [
-        answer(one, repeating(seed), "full", True, sampling=Sampling(temperature=0.5, seed=1)) for seed in range(8)
-    ]
+    found = [answer(one, repeating(seed), "full", sampling=Sampling(temperature=0.5, seed=1)) for seed in range(8)]
     run(one, found)
     made = [one.drafter for one in found if one.drafter is not None]
     assert 0 < sum(one.accepted for one in made) < sum(one.drafted for one in made)
@@ -119,9 +123,9 @@ def test_answers_of_one_pass_have_their_own_drafts(folder: Path) -> None:
     cases = [("full", repeating(1)), ("kv-direct", repeating(2)), ("full", prompt(1, 50, 3)[0].tolist())]
     wanted = []
     for kind, ids in cases:
-        wanted.append(answer(one, ids, kind, False))
-        run(one, wanted[-1:])
-    found = [answer(one, ids, kind, number != 1) for number, (kind, ids) in enumerate(cases)]
+        wanted.append(answer(one, ids, kind))
+        run(one, wanted[-1:], copies=False)
+    found = [answer(one, ids, kind) for kind, ids in cases]
     run(one, found)
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
 
@@ -130,13 +134,13 @@ def test_answers_of_one_pass_have_their_own_drafts(folder: Path) -> None:
 @pytest.mark.parametrize("stop", [0, 5, 11])
 def test_an_answer_ends_where_it_ends_without_drafts(most: int, stop: int, folder: Path) -> None:
     one = model(folder, "llama")
-    plain = answer(one, repeating(), "full", False, most=30)
-    run(one, [plain])
+    plain = answer(one, repeating(), "full", most=30)
+    run(one, [plain], copies=False)
     ending = tokenizer().decode(plain.tokens[stop : stop + 2]).strip()
     for stops in ((), (ending,)):
-        both = [answer(one, repeating(), "full", copies, most=most, stops=stops) for copies in (True, False)]
-        for each in both:
-            run(one, [each])
+        both = [answer(one, repeating(), "full", most=most, stops=stops) for _ in range(2)]
+        for number, each in enumerate(both):
+            run(one, [each], copies=not number)
         assert both[0].tokens == both[1].tokens and both[0].reason == both[1].reason
         assert both[0].text == both[1].text
         same(both[0].cache, both[1].cache)
@@ -152,12 +156,9 @@ def test_what_a_form_wants_is_read_at_once(pattern: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("kvkeep.engine.answer.can_draft", lambda cache: True)  # torch's bits do not matter here
     found = []
     for copies in (True, False):
-        ask = Ask(loaded.tokenizer("a Q").input_ids, 60, Sampling(grammar=form), copies=copies)
+        ask = Ask(loaded.tokenizer("a Q").input_ids, 60, Sampling(grammar=form))
         one = Answer(ask, KeepCache(loaded.model), loaded.tokenizer, ends, lambda piece: None)
-        scheduler = Scheduler(loaded.model)
-        scheduled, passes = scheduler.add(one), 1
-        while not scheduled.give(scheduler.step()[0].logits):
-            passes += 1
+        passes = run(loaded.model, [one], copies)
         found.append((one.tokens, one.text, one.reason, passes))
     assert found[0][:3] == found[1][:3] and found[0][3] <= 0.7 * found[1][3]
     assert re.fullmatch(pattern, found[0][1])
@@ -167,7 +168,7 @@ def test_an_interrupted_pass_leaves_no_draft(folder: Path) -> None:
     """After the pass, and before the answer has seen it."""
     for family in ("llama", "gemma3"):
         one = model(folder, family)
-        found = answer(one, repeating(), "full", True)
+        found = answer(one, repeating(), "full")
         scheduler = Scheduler(one)
         scheduled = scheduler.add(found)
         while True:

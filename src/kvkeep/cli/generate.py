@@ -45,6 +45,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not apply the model's chat template.", rich_help_panel=options.ADVANCED)
     ] = False,
+    drafts: options.Drafts = options.DraftsOption.copies,
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, within a cache budget."""
@@ -67,7 +68,7 @@ def generate(
 
         requested = cache.parse(chunk)
     with startup(model.model):  # which may download it: a wrong option is refused before
-        loaded = model.load()
+        loaded = model.load(drafts)
     found = None if excerpts is None else excerpt(loaded.tokenizer, text or "", prompt or "", excerpts)
     if found is not None:
         messages = ask(found.text, prompt)

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -116,6 +117,23 @@ Chunk = Annotated[
 MaxTokens = Annotated[
     int, Option("--max-tokens", "-n", min=1, metavar="N", help="Maximum number of tokens to generate.")
 ]
+
+
+class DraftsOption(StrEnum):
+    """What drafts of an answer are."""
+
+    copies = "copies"
+    none = "none"
+
+
+Drafts = Annotated[
+    DraftsOption,
+    Option(
+        "--drafts",
+        help="Tokens that are read together, if the answer repeats a text: copies, or none. The answer is the same.",
+        rich_help_panel=ADVANCED,
+    ),
+]
 Sessions = Annotated[
     str | None,
     Option(metavar="FOLDER", help="Folder of saved sessions and their blocks.", show_default="$KVKEEP_DATA/store"),
@@ -136,11 +154,15 @@ class ModelOptions:
         """Check the options as :func:`check_model` does."""
         check_model(self.model, self.weights, self.device)
 
-    def load(self) -> Loaded:
-        """Load the model, with progress on standard error."""
+    def load(self, drafts: DraftsOption = DraftsOption.copies) -> Loaded:
+        """Load the model, with progress on standard error. drafts: those of its answers."""
+        from kvkeep.engine.drafts import without_drafts
         from kvkeep.models.loading import load
 
-        return load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=note)
+        loaded = load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=note)
+        if drafts is DraftsOption.none:
+            without_drafts(loaded.model)
+        return loaded
 
 
 def _sampling(low: float, high: float | None, metavar: str, text: str, default: float) -> Any:

@@ -77,7 +77,7 @@ def warm(
             "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
             "memory": conversation.memory, "sessions": store_folder(sessions).absolute(), "quota": quota, "age": None,
             "waiting": 1, "answers": None, "time": None, "cors": (), "log_requests": False, "at_end": None,
-            "capacity": None, "as_sent": conversation.as_sent,
+            "capacity": None, "drafts": True, "as_sent": conversation.as_sent,
         }  # fmt: skip
         service = Service.parse(given, conversation.cache(), ())
     service.store()

@@ -154,8 +154,8 @@ def generate(
 
     The text of the answer continues that of the prompt: after "The capital is" it is " Paris". At the beginning of a
     text, and after a special token, it does not have the space that sentencepiece's tokenizers put there. The model's
-    generation_config holds as in transformers. Its ``prompt_lookup_num_tokens=0`` disables drafts copied from the text
-    (``SELECTOR+verified``).
+    generation_config holds as in transformers. Its ``prompt_lookup_num_tokens=0`` disables :mod:`drafts
+    <kvkeep.engine.drafts>`, which change no token.
 
     Args:
         on_text: receives pieces of text as they are decoded.
@@ -277,7 +277,7 @@ def _request(model: Any, ids: Tensor, caller: _Caller, limit: int, call: dict[st
         known = MaxLengthCriteria, EosTokenCriteria  # the answer checks these itself
         caller.criteria.extend(one for one in stopping_criteria if not isinstance(one, known))
         sampler = Sampler(logits_processor, generation_config.do_sample)
-        return Ask(caller.prompt, limit, sampler, copies=generation_config.prompt_lookup_num_tokens != 0)
+        return Ask(caller.prompt, limit, sampler)
 
     ask: Ask = model.generate(ids, custom_generate=prepare, **call)
     return ask

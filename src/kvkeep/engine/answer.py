@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read, can_pack, forward, without_memory
-from kvkeep.engine.drafts import Drafter, PassPrices, can_draft, hold, most_drafts, take_back
+from kvkeep.engine.drafts import Drafter, PassPrices, can_draft, copies, keep_windows, max_drafts, take_back
 from kvkeep.engine.pieces import AnswerText, TextPiece
 from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling
@@ -55,8 +55,6 @@ class Ask:
     """The number of likeliest tokens reported with each token; None: no log-probabilities."""
     named: Collection[int] = ()
     """Special tokens whose names are parts of the answer's text."""
-    copies: bool = True
-    """Whether tokens may be drafted: copies from the text, and what the form wants. They do not change the answer."""
 
 
 def end_ids(model: Any) -> list[int]:
@@ -126,7 +124,7 @@ class Answer:
         if isinstance(self.cache, KeepCache) and self.cache.method.recall.drafts:
             yield from self._rounds(ids, logits, sampler)
             return
-        if self.ask.copies and isinstance(self.cache, KeepCache) and can_draft(self.cache):
+        if isinstance(self.cache, KeepCache) and copies(self.cache.model) and can_draft(self.cache):
             form = sampler.grammar
             self.drafter = Drafter(prompt, prices, None if form is None else form.forced)
         drafts: Sequence[int] = ()
@@ -145,9 +143,9 @@ class Answer:
             if self.reason:
                 return
             if self.drafter is not None:
-                most = min(most_drafts(self.cache), self.ask.max_tokens - len(self.tokens) - 1)
+                limit = min(max_drafts(self.cache), self.ask.max_tokens - len(self.tokens) - 1)
                 self.drafter.learn(len(drafts), self.tokens[before:])
-                drafts = self.drafter.drafts(self.tokens, most)
+                drafts = self.drafter.drafts(self.tokens, limit)
             logits = yield from self._read(drafts)
 
     def _read(self, drafts: Sequence[int]) -> Generator[Read, Tensor, Tensor]:
@@ -156,7 +154,7 @@ class Answer:
         if not drafts:
             return (yield read)
         length = self.cache.get_seq_length()
-        hold(self.cache)
+        keep_windows(self.cache)
         try:
             return (yield read)
         except BaseException:
@@ -172,7 +170,7 @@ class Answer:
             self.take(token, logits[row])
             return bool(self.reason)
 
-        rounds = Rounds(self.cache, prompt, sampler, add, limit, copies=self.ask.copies)
+        rounds = Rounds(self.cache, prompt, sampler, add, limit, copies=copies(self.cache.model))
         rounds.start(logits[-1:], None)
         steps = rounds.rounds()
         try:

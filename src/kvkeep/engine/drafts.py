@@ -30,6 +30,8 @@ OCCURRENCES = 8
 """The number of earlier occurrences of the last tokens that are compared, the newest first."""
 LONGEST_MATCH = 32
 """The number of tokens before an occurrence that are compared."""
+FORCED = 2 * LONGEST_MATCH
+"""What stands for the match of tokens that a form wants."""
 FORGET = 0.8
 """The weight of earlier passes when the time of a new one is recorded."""
 ROW_PRICE = 0.25
@@ -117,14 +119,14 @@ class Drafter:
         self._chance: Acceptance | None = None  # of the last drafts
         self._expected: int | None = None  # the first token of a copy that was not read
 
-    def drafts(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return the drafts of the pass that reads the last of the answer's ``tokens``: at most ``most``."""
-        most = min(most, LONGEST)
-        if most < 1:
+    def drafts(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
+        """Return the drafts of the pass that reads the last of the answer's ``tokens``: at most ``limit``."""
+        limit = min(limit, LONGEST)
+        if limit < 1:
             return ()
-        drafts, match = (() if self._forced is None else self._forced(tokens)[:most]), FORCED
+        drafts, match = (() if self._forced is None else self._forced(tokens)[:limit]), FORCED
         if not drafts:
-            drafts, match = self._text.copy(most)
+            drafts, match = self._text.copy(limit)
         if not drafts:
             return ()
         self._chance = self._chances.setdefault(_bucket(match), _first_guess(match))
@@ -147,14 +149,10 @@ class Drafter:
         for token in taken:
             self._text.add(token)
 
-    def _count(self, most: int, chance: Acceptance) -> int:
+    def _count(self, limit: int, chance: Acceptance) -> int:
         """Return the number of drafts that gives the most tokens per second, all answers of the pass together."""
         others, prices = self._prices.others, self._prices
-        return max(range(most + 1), key=lambda count: (others + chance.tokens(count)) / prices.of(1 + others + count))
-
-
-FORCED = 2 * LONGEST_MATCH
-"""What stands for the match of tokens that a form wants."""
+        return max(range(limit + 1), key=lambda count: (others + chance.tokens(count)) / prices.of(1 + others + count))
 
 
 def _bucket(match: int) -> int:
@@ -167,13 +165,23 @@ def _first_guess(match: int) -> Acceptance:
     return Acceptance(GUESSES * match / (match + GRAM), GUESSES * GRAM / (match + GRAM))
 
 
-def most_drafts(cache: KeepCache) -> int:
+def max_drafts(cache: KeepCache) -> int:
     """Return the number of drafts that the next pass of a cache can take back, which :func:`can_draft`."""
     stream = cache.stream
-    most = stream.chunk - 1
+    limit = stream.chunk - 1
     if stream.record.on_block is not None:  # what windows hold is kept at the end of a block
-        most = min(most, BLOCK - 1 - cache.get_seq_length() % BLOCK)
-    return most
+        limit = min(limit, BLOCK - 1 - cache.get_seq_length() % BLOCK)
+    return limit
+
+
+def copies(model: Any) -> bool:
+    """Return whether a model's answers may have drafts: its generation_config has no ``prompt_lookup_num_tokens=0``."""
+    return getattr(model.generation_config, "prompt_lookup_num_tokens", None) != 0
+
+
+def without_drafts(model: Any) -> None:
+    """Let a model's answers have no drafts."""
+    model.generation_config.prompt_lookup_num_tokens = 0
 
 
 def can_draft(cache: KeepCache) -> bool:
@@ -185,7 +193,7 @@ def can_draft(cache: KeepCache) -> bool:
     return not cache.geometry.recurrent_layers and report.same_bits(request, cache.geometry, made, cache.model)
 
 
-def hold(cache: KeepCache) -> None:
+def keep_windows(cache: KeepCache) -> None:
     """Let windows keep what they would evict for the drafts of the next pass, until :func:`take_back`."""
     for window in _windows(cache):
         window.record_past = True

@@ -16,6 +16,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.decode.recognition import answer_format
 from kvkeep.engine.answer import Answer, Ask, Scheduler
+from kvkeep.engine.drafts import without_drafts
 from kvkeep.engine.grammar import vocabulary
 from kvkeep.errors import SessionUnwritable, UsageError
 from kvkeep.geometry import ModelGeometry
@@ -65,6 +66,8 @@ class Service:
     limits: Limits
     origins: tuple[str, ...]
     """Origins whose pages may use the server (CORS)."""
+    drafts: bool
+    """Whether answers have drafts (:mod:`kvkeep.engine.drafts`)."""
     as_sent: bool
     """Whether lines of system prompts that change with each session stay where they are."""
     logs: bool
@@ -97,6 +100,7 @@ class Service:
             keys=(*keys,),
             limits=Limits(given["answers"] if keys else None, given["time"]),
             origins=(*given["cors"],),
+            drafts=given["drafts"],
             as_sent=given["as_sent"],
             logs=given["log_requests"],
         )
@@ -108,7 +112,10 @@ class Service:
 
     def load(self, progress: Callable[[str], None] | None = None) -> Loaded:
         """Load the model. progress, and what is raised: as in :func:`~kvkeep.models.loading.load`."""
-        return loading.load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=progress)
+        loaded = loading.load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=progress)
+        if not self.drafts:
+            without_drafts(loaded.model)
+        return loaded
 
     def engine(self, loaded: Loaded) -> Engine:
         """Return an engine that is not started. Raises UsageError if the store cannot be used."""

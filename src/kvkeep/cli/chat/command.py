@@ -43,6 +43,7 @@ def chat(
     model: ModelOptions,
     cache: CacheOptions,
     sampling: SamplingOptions = SAMPLING,
+    drafts: options.Drafts = options.DraftsOption.copies,
     sessions: options.Sessions = None,
     at_end: Annotated[
         AtEnd | None,
@@ -76,7 +77,7 @@ def chat(
                 check_keeps(requested.request)
             saver = stack.enter_context(Saver(session, sessions))
         with startup(model.model):  # which may download it: a wrong option or session is refused before
-            loaded = model.load()
+            loaded = model.load(drafts)
         screen = Screen(commands.completions)  # after loading, which redirects standard output
         kept = saver.session
         if kept is not None and kept.saves:

@@ -33,6 +33,7 @@ def serve(
     *,
     memory: MemoryOptions,
     model: ModelOptions,
+    drafts: options.Drafts = options.DraftsOption.copies,
     network: NetworkOptions,
     limits: LimitOptions,
     log_requests: Annotated[
@@ -73,7 +74,7 @@ def serve(
                 "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
                 "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
                 "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
-                "as_sent": memory.as_sent,
+                "drafts": drafts is options.DraftsOption.copies, "as_sent": memory.as_sent,
             }  # fmt: skip
             service = processes.service(given, memory.cache(), keys)
         saved = store.describe(service)
