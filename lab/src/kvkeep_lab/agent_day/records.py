@@ -110,7 +110,7 @@ class PlayedDay:
     first_after_kill_s: float | None
     begin_s: float | None
     """Seconds until a turn's own tokens begin to be read, in the main conversations: the time to the first token,
-    less that of the tokens, both by a line through the requests that read at most :data:`NEARBY_TOKENS`."""
+    less that of the tokens, both by a line through the texts that read at most :data:`NEARBY_TOKENS`."""
     begin_after_kill_s: float | None
     """The same of the first request after the kill."""
     start_s: float | None
@@ -219,10 +219,10 @@ class DayRecords:
 
 
 def _line(answers: Sequence[Answered]) -> tuple[float | None, float | None]:
-    """Return the seconds before a turn's tokens are read, and the seconds of a token, by least squares."""
-    near = [
-        one for one in answers if one.conversation in MAIN and one.read <= NEARBY_TOKENS and one.first_s is not None
-    ]
+    """Return the seconds before a turn's tokens are read, and the seconds of a token, by least squares. The first piece
+    of a call comes after its name, so only texts count."""
+    texts = [one for one in answers if one.conversation in MAIN and one.kind != "call"]
+    near = [one for one in texts if one.read <= NEARBY_TOKENS and one.first_s is not None]
     if len({one.read for one in near}) < 3:
         return None, None
     token_s, begin_s = np.polyfit(np.array([one.read for one in near]), np.array([one.first_s for one in near]), 1)
