@@ -132,14 +132,14 @@ class Browser:
         return value
 
     def click(self, selector: str) -> None:
-        """Click at the middle of an element, as a person does, once nothing covers it. If the page has moved or renewed
-        the element meanwhile, click again."""
-        find = f"const e = document.querySelector({json.dumps(selector)}), b = e.getBoundingClientRect()"
+        """Click at the middle of an element, as a person does, once nothing covers it. If the page moves it meanwhile,
+        click again."""
+        name = json.dumps(selector)
+        find = f"const e = document.querySelector({name}); if (!e) return; const b = e.getBoundingClientRect()"
         middle = "const at = [b.x + b.width / 2, b.y + b.height / 2]"
-        listen = (
-            "window.clicked = false; e.addEventListener('click', () => { window.clicked = true }, { capture: true })"
-        )
-        shown = f"if (!e.contains(document.elementFromPoint(...at))) return; {listen}; return at"
+        shown = "if (e.contains(document.elementFromPoint(...at))) return at"
+        hit = f"(event) => {{ window.clicked ||= event.target.closest({name}) !== null }}"
+        self.run(f"(() => {{ window.clicked = false; addEventListener('click', {hit}, {{ capture: true }}) }})()")
         clicked = False
         while not clicked:
             x, y = self.until(f"(() => {{ {find}; {middle}; {shown} }})()")

@@ -164,6 +164,30 @@ def test_two_tabs_share_a_conversation(tab: Browser) -> None:
         assert within(5, lambda: not engine.running) and not tab.errors
 
 
+def test_a_tab_that_has_not_seen_a_message_does_not_remove_it(tab: Browser) -> None:
+    """A browser's tabs see each other's changes a little later: one stores what it knew before."""
+    with serving(keys=[]) as (address, engine):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        first, before = tab.session, "[]"
+        assert first is not None
+        second = tab.another(address)
+        for text in ("the river", "and the stone"):
+            tab.switch(second)
+            tab.run("document.querySelector('#max_tokens').value = 20")
+            with held(engine):
+                send(tab, text)
+                tab.until("localStorage.getItem('kvkeep.talks').includes('running')")
+                tab.switch(first)
+                tab.run(f"localStorage.setItem('kvkeep.talks', {json.dumps(before)})")
+                tab.until(f"localStorage.getItem('kvkeep.talks').includes({json.dumps(text)})")
+                tab.switch(second)
+                assert texts(tab, "user")[-1] == text
+            tab.until(f"{IDLE} && [...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')")
+            before = tab.run("localStorage.getItem('kvkeep.talks')")
+        assert texts(tab, "user") == ["the river", "and the stone"] and not tab.errors
+
+
 def test_what_a_server_has_lost_can_be_continued(tab: Browser) -> None:
     with serving(keys=[]) as (address, engine):
         tab.open(address)

@@ -6,7 +6,7 @@ import { by, download, make } from "./dom.js";
 import { after, BROKEN, content, CUT, editor, element, exported, STOPPED, written } from "./messages.js";
 import { bytes, number, show } from "./memory.js";
 import { fill, LABELS, onSampling, sampling, settings, showSettings } from "./settings.js";
-import { begin, change, random, received, remove, reread, talks, title } from "./talks.js";
+import { begin, change, random, received, remove, takeOver, talks, title } from "./talks.js";
 
 const HERE = "kvkeep.here", DRAFT = "kvkeep.draft";  // of this tab: the open conversation, and the text that is not sent
 const FIRST_LOOK_MS = 400, LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
@@ -477,7 +477,7 @@ document.addEventListener("keydown", (event) => {
 addEventListener("storage", (event) => {  // another tab wrote
   if (event.key !== "kvkeep.talks") return;
   const before = JSON.stringify(here);
-  reread();
+  takeOver();
   if (here && !talks.includes(here)) open(null);
   else if (here && !running.has(here.id) && JSON.stringify(here) !== before) {
     messages(here);

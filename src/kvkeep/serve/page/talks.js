@@ -8,6 +8,9 @@ export const random = () => Array.from(crypto.getRandomValues(new Uint8Array(12)
 export const talks = [];
 /** Messages that this tab receives: it knows more of them than what is stored. */
 export const received = new Set();
+/** When this tab added messages, by their ids. A tab that has not seen them yet may store a conversation without them. */
+const added = new Map();
+const UNSEEN_MS = 3000;
 
 function stored() {
   try {
@@ -28,23 +31,45 @@ function taken(mine, other) {
   return Object.assign(mine, other);
 }
 
-/** Take over what is stored, which another tab may have changed. Known conversations and messages stay the same objects. */
-export function reread() {
-  const known = new Map(talks.map((talk) => [talk.id, talk]));
-  talks.splice(0, talks.length, ...stored().map((other) => {
+/** Take over what is stored, which another tab may have changed. Known conversations and messages stay the same objects.
+    Returns whether the other tab had not seen messages of this one, which stay. */
+function reread() {
+  const known = new Map(talks.map((talk) => [talk.id, talk])), found = stored(), there = new Set(found.map(({ id }) => id));
+  const isNew = ({ id }) => Date.now() - (added.get(id) ?? 0) < UNSEEN_MS;
+  const begun = talks.filter((talk) => !there.has(talk.id) && talk.messages.some(isNew));
+  let unseen = begun.length > 0;
+  talks.splice(0, talks.length, ...begun, ...found.map((other) => {
     const mine = known.get(other.id);
     if (!mine) return other;
     const messages = new Map(mine.messages.map((message) => [message.id, message]));
+    const ids = new Set(other.messages.map((message) => message.id));
+    const kept = mine.messages.filter((message) => !ids.has(message.id) && isNew(message));
+    unseen ||= kept.length > 0;
     other.messages = other.messages.map((message) => messages.has(message.id) ? taken(messages.get(message.id), message) : message);
+    other.messages.push(...kept);
     return Object.assign(mine, other);
   }));
+  return unseen;
+}
+
+function store() {
+  try { localStorage.setItem(STORE, JSON.stringify(talks)); return true; } catch { return false; }
+}
+
+/** Take over what another tab has stored, and store what it had not seen. */
+export function takeOver() {
+  if (reread()) store();
 }
 
 /** Change conversations as they are stored now, so that no tab undoes what another one did; returns whether there was space. */
 export function change(make = () => {}) {
   reread();
+  const all = () => new Set(talks.flatMap((talk) => talk.messages)), before = all();
   make();
-  try { localStorage.setItem(STORE, JSON.stringify(talks)); return true; } catch { return false; }
+  const after = all();
+  for (const message of after) if (!before.has(message)) added.set(message.id, Date.now());
+  for (const message of before) if (!after.has(message)) added.delete(message.id);
+  return store();
 }
 
 export function begin(settings, first) {
