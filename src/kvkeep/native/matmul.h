@@ -90,9 +90,9 @@ INLINE void sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, Integ
 }
 #endif
 
-// R rows with a panel, NV vectors of outputs from `lane` on; sums in registers.
+// R rows with a panel, NV vectors of outputs from `lane` on; sums in registers. A group has `stride` rows.
 template <int KIND, int R, int NV>
-static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int lane, float* out) {
+static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int stride, int lane, float* out) {
   constexpr KindLayout L = LAYOUTS[KIND];
   // The processor fetches codes ahead by itself, as they are read in order. The next unit's scales, which are wanted
   // before its codes are, it does not.
@@ -103,7 +103,7 @@ static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, i
   for (int64_t u = 0; u < units; u++, panel += L.unit_bytes) {
     Unit<KIND> unit[NV];
     UNROLLED for (int v = 0; v < NV; v++) unit[v] = Unit<KIND>::at(panel, lane + v * W);
-    for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += R) {
+    for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += stride) {
       if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
@@ -152,22 +152,27 @@ static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, 
 
 constexpr int ONE_ROW_VECTORS = W == 1 ? 1 : W == 4 ? 2 : PARTS;  // of a panel, that one row takes at a time
 
-template <int KIND, int R>
-static void few_rows_of_panel(const uint8_t* panel, int64_t units, const InputGroup* x, float* out) {
+constexpr int FEW_ROWS = W == 16 ? 8 : 4;  // rows whose sums fit into registers beside the codes of a group
+
+template <int KIND, int R = FEW_ROWS>
+static void few_rows_of_panel(const uint8_t* panel, int64_t units, const InputGroup* x, int rows, int stride,
+                              float* out) {
+  if constexpr (R > 1)
+    if (rows < R) return few_rows_of_panel<KIND, R - 1>(panel, units, x, rows, stride, out);
   constexpr int NV = R == 1 ? ONE_ROW_VECTORS : 1;
-  for (int lane = 0; lane < PANEL; lane += NV * W) few_rows<KIND, R, NV>(panel, units, x, lane, out);
+  for (int lane = 0; lane < PANEL; lane += NV * W) few_rows<KIND, R, NV>(panel, units, x, stride, lane, out);
 }
 
 template <int KIND>
 static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup* x, int rows, float* out) {
-  int64_t units = inputs / LAYOUTS[KIND].unit;
-  switch (rows) {
-    case 1: return few_rows_of_panel<KIND, 1>(panel, units, x, out);
-    case 2: return few_rows_of_panel<KIND, 2>(panel, units, x, out);
-    case 3: return few_rows_of_panel<KIND, 3>(panel, units, x, out);
-    case 4: return few_rows_of_panel<KIND, 4>(panel, units, x, out);
-    default:
-      for (int lane = 0; lane < PANEL; lane += W) many_rows<KIND>(panel, units, x, rows, lane, out);
+  const int64_t units = inputs / LAYOUTS[KIND].unit;
+  if constexpr (W == 16) {  // codes are unpacked for eight rows at a time: sums in memory would cost more
+    for (int r = 0; r < rows; r += FEW_ROWS)
+      few_rows_of_panel<KIND>(panel, units, x + r, rows - r < FEW_ROWS ? rows - r : FEW_ROWS, rows, out + r * PANEL);
+  } else if (rows <= FEW_ROWS) {
+    few_rows_of_panel<KIND>(panel, units, x, rows, rows, out);
+  } else {
+    for (int lane = 0; lane < PANEL; lane += W) many_rows<KIND>(panel, units, x, rows, lane, out);
   }
 }
 
