@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read, can_pack, forward, without_memory
-from kvkeep.engine.drafts import Drafter, PassPrices, can_draft, copies, keep_windows, max_drafts, take_back
+from kvkeep.engine.drafts import Drafter, PassPrices, can_draft, keep_windows, max_drafts, take_back
 from kvkeep.engine.pieces import AnswerText, TextPiece
 from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling
@@ -67,6 +67,12 @@ def message_end(prompt: Sequence[int], ends: Collection[int]) -> int:
     """Return the number of tokens of a prompt up to the end of its last message: the last token that ends an answer.
     0: the prompt has none."""
     return next((number for number in range(len(prompt), 0, -1) if prompt[number - 1] in ends), 0)
+
+
+def copies(model: Any) -> bool:
+    """Return whether answers of a model may have drafts that are copied from the text: its generation_config has no
+    ``prompt_lookup_num_tokens=0``."""
+    return getattr(model.generation_config, "prompt_lookup_num_tokens", None) != 0
 
 
 class Answer:
@@ -334,10 +340,10 @@ class Scheduler:
 
     @contextmanager
     def _priced(self, answers: Sequence[ScheduledAnswer], reads: Sequence[Read]) -> Iterator[None]:
-        """Measure the pass within the block, unless it reads a prompt."""
+        """Measure the pass within the block, if all of its answers are in generation and may have drafts."""
         begin = time.perf_counter()
         yield
-        if all(one.writes for one in answers):
+        if all(one.writes and one.answer.drafter is not None for one in answers):
             self.prices.note(sum(len(read.ids) for read in reads), time.perf_counter() - begin)
             self.prices.others = len(answers) - 1
 

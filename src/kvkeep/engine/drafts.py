@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -77,32 +78,33 @@ class CopiedText:
         return best
 
 
+@dataclass
 class PassPrices:
-    """The measured seconds of a model's passes by their number of rows. Recent passes weigh most."""
+    """What passes of a model cost, by their number of rows. Recent passes weigh most."""
 
-    def __init__(self) -> None:
-        self.others = 0
-        """The number of other answers in generation, with a row each."""
-        self._seconds: dict[int, float] = {}
+    others: int = 0
+    """The number of other answers in generation, with a row each."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """The measured seconds of a pass, by its number of rows."""
 
     def note(self, rows: int, seconds: float) -> None:
         """Record a pass."""
-        before = self._seconds.get(rows, seconds)
-        self._seconds[rows] = FORGET * before + (1 - FORGET) * seconds
+        before = self.seconds.get(rows, seconds)
+        self.seconds[rows] = FORGET * before + (1 - FORGET) * seconds
 
     def of(self, rows: int) -> float:
         """Return the price of a pass, in any unit: by the next smaller and larger ones that were measured."""
-        below = max((one for one in self._seconds if one <= rows), default=None)
-        above = min((one for one in self._seconds if one >= rows), default=None)
+        below = max((one for one in self.seconds if one <= rows), default=None)
+        above = min((one for one in self.seconds if one >= rows), default=None)
         if below is None or above is None:
             known = below or above
             if known is None:
                 return 1 + ROW_PRICE * (rows - 1)
-            return self._seconds[known] * (1 + ROW_PRICE * (rows - 1)) / (1 + ROW_PRICE * (known - 1))
+            return self.seconds[known] * (1 + ROW_PRICE * (rows - 1)) / (1 + ROW_PRICE * (known - 1))
         if below == above:
-            return self._seconds[rows]
+            return self.seconds[rows]
         share = (rows - below) / (above - below)
-        return (1 - share) * self._seconds[below] + share * self._seconds[above]
+        return (1 - share) * self.seconds[below] + share * self.seconds[above]
 
 
 class Drafter:
@@ -172,11 +174,6 @@ def max_drafts(cache: KeepCache) -> int:
     if stream.record.on_block is not None:  # what windows hold is kept at the end of a block
         limit = min(limit, BLOCK - 1 - cache.get_seq_length() % BLOCK)
     return limit
-
-
-def copies(model: Any) -> bool:
-    """Return whether a model's answers may have drafts: its generation_config has no ``prompt_lookup_num_tokens=0``."""
-    return getattr(model.generation_config, "prompt_lookup_num_tokens", None) != 0
 
 
 def without_drafts(model: Any) -> None:

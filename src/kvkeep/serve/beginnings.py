@@ -68,7 +68,7 @@ class Beginnings:
     def watch(self, session: OpenSession, prompt: Sequence[int], ends: Collection[int]) -> None:
         """Prepare a session without a name, which reads a prompt next, for :meth:`keep` and for the prompt after it.
         ends: ids that end an answer."""
-        if session.name is None:
+        if session.name is None and session.cache.stream.moving:
             known, message = session.cache.get_seq_length(), message_end(prompt, ends)
             beginnings.watch(session.cache, known, len(prompt) - 1, message_end=message)
 
