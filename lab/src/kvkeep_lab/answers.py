@@ -17,6 +17,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import new_cache
+from kvkeep_lab.drafts import without_drafts
 from kvkeep_lab.prompts import Prompt
 
 
@@ -29,7 +30,7 @@ class AnswerCase:
     checkpoint: str | None = None
     where: str | None = None
     copies: bool = True
-    """Whether drafts may be copied from the text (for methods that draft)."""
+    """Whether drafts may be copied from the text."""
 
     @property
     def label(self) -> str:
@@ -83,14 +84,9 @@ class ComparedAnswer:
 def written(loaded: Loaded, prompt: Prompt, case: AnswerCase, new: int) -> tuple[Generation, Any]:
     """Return ``new`` greedy tokens after a prompt and the cache that generated them. Ends of text are ignored."""
     cache = new_cache(loaded.model, case.method, **case.options(len(prompt.ids) + new))
-    config = loaded.model.generation_config
-    before = config.prompt_lookup_num_tokens
-    config.prompt_lookup_num_tokens = before if case.copies else 0
-    try:
+    with without_drafts(loaded.model, unless=case.copies):
         made = generate(loaded.model, loaded.tokenizer, prompt.ids, cache, max_new_tokens=new, ignore_eos=True)
-        return made, cache
-    finally:
-        config.prompt_lookup_num_tokens = before
+    return made, cache
 
 
 def judged(

@@ -16,6 +16,7 @@ from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.engine.pieces import token_texts
 from kvkeep.errors import UsageError
+from kvkeep_lab.drafts import without_drafts
 
 STATES = [code.name.lower() for code in EntryState]
 """States of an entry, by their codes."""
@@ -167,6 +168,7 @@ def inspect(
         recorder.record()
         return interrupted() if interrupted else False
 
-    generation = generate(model, tokenizer, prompt, cache, interrupted=between_steps, **options)
+    with without_drafts(model, unless=cache.method.recall.drafts):  # the cache would hold them beside the answer
+        generation = generate(model, tokenizer, prompt, cache, interrupted=between_steps, **options)
     texts = token_texts(tokenizer, generation.sequence)
     return Inspection(name, budget, cache.entries, texts, recorder.trace(), generation)

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import Loaded, load
 from kvkeep.stock import new_cache
+from kvkeep_lab.drafts import without_drafts
 from kvkeep_lab.page_cache import Mapped, mapped_below
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.process_rollup import ProcessMemory, current_process_memory
@@ -185,8 +187,9 @@ def _written(
     drops = drops or _Drops(())
     drops()
     apart, start = drops.seconds, time.perf_counter()
-    answer = generate(
-        loaded.model, loaded.tokenizer, sequence, cache, max_new_tokens=new, interrupted=drops, ignore_eos=True
-    )
+    with without_drafts(loaded.model, unless=isinstance(cache, KeepCache) and cache.method.recall.drafts):
+        answer = generate(
+            loaded.model, loaded.tokenizer, sequence, cache, max_new_tokens=new, interrupted=drops, ignore_eos=True
+        )
     seconds = time.perf_counter() - start - (drops.seconds - apart)
     return answer, 1e3 * seconds / max(len(answer.tokens), 1)

@@ -122,6 +122,8 @@ def as_json(result: Any) -> dict[str, Any]:
         "class": result.exactness,
         "exact_tokens": result.exact_tokens,
         "lost_tokens": result.lost_tokens,
+        "drafted": result.drafted,
+        "accepted": result.accepted,
         "memory": result.memory.as_dict(),
         "timing": asdict(result.timing),
         "rounds": None if result.rounds is None else asdict(result.rounds),
@@ -140,6 +142,8 @@ def summary(result: Any) -> str:
     line += f"a second time in {timing.reconstruction_s:.1f} s, " if timing.reconstruction_s else ""
     line += f"{len(result.tokens)} written"
     line += f" at {timing.decode_tokens_per_s:.1f}/s" if len(result.tokens) > 1 else ""  # the first ends the reading
+    if result.drafted:
+        line += f" ({result.accepted} of {result.drafted} drafts accepted)"
     if rounds is not None:
         line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts accepted)"
     sizes = [f"resident {size(memory.resident_bytes)}"]

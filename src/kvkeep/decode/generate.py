@@ -79,6 +79,10 @@ class Generation:
     """The number of tokens up to which the text is exact, where it is longer; None: the class holds for all of it."""
     lost_tokens: int = 0
     """The number of tokens whose entries a checkpoint of limited capacity has discarded."""
+    drafted: int = 0
+    """The number of drafts that passes read beside the answer's tokens (:mod:`kvkeep.engine.drafts`)."""
+    accepted: int = 0
+    """The number of them that were right."""
 
 
 @dataclass(eq=False)
@@ -252,6 +256,8 @@ def _generation(caller: _Caller, answer: Answer, stopped: str, timing: Timing) -
         memory=memory_of(cache),
         timing=timing,
         sequence=[*caller.prompt, *answer.tokens],
+        drafted=0 if answer.drafter is None else answer.drafter.drafted,
+        accepted=0 if answer.drafter is None else answer.drafter.accepted,
         rounds=None if bounded is None or bounded.round is None else bounded.round.statistics,
     )
 

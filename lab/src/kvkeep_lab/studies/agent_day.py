@@ -157,8 +157,8 @@ class AgentDay(Study):
                 "Calls: answers with a call, of those that had to have one. Written, read: tokens. Read again: tokens "
                 "among the reusable ones that were read again. First token: median of all requests. Begins: time to "
                 "the first token without reading the turn's own tokens, by a line through the main conversations' "
-                "answers that are texts. Start: until the server was ready after the kill. In all: all requests, and that "
-                "start. Peak RSS includes the model's and the store's files.",
+                "answers that are texts. Start: until the server was ready after the kill. In all: all requests, and "
+                "that start. Peak RSS includes the model's and the store's files.",
                 *(
                     f"`{day.server}` was interrupted and started again before request {number + 1}."
                     for day in found.days

@@ -139,7 +139,7 @@ class Prove(Study):
         True, description="answer every prompt with every cache, or each prompt with the next cache in turn"
     )
     copies: Annotated[bool, Flag("--copies/--no-copies")] = Field(
-        True, description="let rounds copy drafts from the text"
+        True, description="let answers copy drafts from the text"
     )
     bits: bool = Field(
         False, description="compare every logit too, with kvkeep's unbounded cache reading one token at a time"
