@@ -1,7 +1,7 @@
 """What a model's hooks (:mod:`kvkeep.models.binding`) call in a forward pass of one cache, or of several.
 
 A single cache takes the whole input. The tokens of several caches follow one another in one row
-(:mod:`kvkeep.engine.batch`). Before the pass, each session with a single token plans its steps
+(:mod:`kvkeep.engine.batch`). Before the pass, each session with a single token, or with few, plans its steps
 (:class:`~kvkeep.step.plan.LayerStep`). An executor runs the steps of all sessions that planned a layer in one call; if
 every layer is planned, all layers are one call (:class:`~kvkeep.models.fused.FusedLayers`). All other layers run
 session by session, each through its cache.
@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.forward import current_probe
-from kvkeep.passes.stream import CacheStream
+from kvkeep.passes.stream import MAX_PLANNED, CacheStream
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep
@@ -44,8 +44,8 @@ class SessionPass:
     """More of the same text follows."""
     error: Exception | None = None
     """The exception that ended its part in this pass."""
-    steps: dict[int, LayerStep] = field(default_factory=dict)
-    """By layer, the planned step of its single token."""
+    steps: dict[int, Sequence[LayerStep]] = field(default_factory=dict)
+    """By layer, the planned steps of its tokens."""
     entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer, the keys and values that attention reads."""
 
@@ -67,6 +67,7 @@ class ForwardHooks:
         """All layers of this pass have run in one call."""
         self._open = False
         self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and indices in the row
+        self._tokens = 0  # of the row
         self._run: list[int] = []  # planned layers that have run
         self._residuals: list[SessionPass] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
@@ -100,7 +101,8 @@ class ForwardHooks:
             positions = self.sessions[0].stream.begin_forward(ids, embeddings, positions, mask)
             new = embeddings if ids is None else ids
             assert new is not None
-            self._plan(self.sessions if new.shape[:2] == (1, 1) else ())
+            self._tokens = new.shape[1]
+            self._plan(self.sessions if new.shape[0] == 1 and self._tokens <= MAX_PLANNED else ())
             return positions
         assert ids is not None
         self._open, found = True, []
@@ -108,7 +110,8 @@ class ForwardHooks:
             positions_of_session = session.positions(ids.device)
             moved = self._attempt(session, self._begin, session, ids[:, session.span], positions_of_session)
             found.append(positions_of_session if moved is None else moved.expand(1, -1))
-        self._plan([one for one in self.sessions if one.span.stop - one.span.start == 1])
+        self._tokens = ids.shape[1]
+        self._plan([one for one in self.sessions if one.span.stop - one.span.start <= MAX_PLANNED])
         return torch.cat(found, 1)
 
     def _begin(self, session: SessionPass, ids: Tensor, positions: Tensor) -> Tensor | None:
@@ -118,14 +121,16 @@ class ForwardHooks:
         return session.stream.begin_forward(ids, None, positions, None)
 
     def _plan(self, sessions: Sequence[SessionPass]) -> None:
-        """Plan the steps of ``sessions`` that have a single token each."""
+        """Plan the steps of ``sessions``, which have few tokens each."""
         for session in sessions:
             if session.error is None:
-                session.steps = self._attempt(session, session.stream.plan) or {}
-                for index, step in session.steps.items():
+                first = session.span.start or 0
+                count = (self._tokens if session.span.stop is None else session.span.stop) - first
+                session.steps = self._attempt(session, session.stream.plan, count) or {}
+                for index, planned in session.steps.items():
                     steps, tokens = self._planned.setdefault(index, ([], []))
-                    steps.append(step)
-                    tokens.append(session.span.start or 0)
+                    steps += planned
+                    tokens += range(first, first + count)
         self._residuals = [one for one in self.sessions if one.error is None and one.stream.wants_residuals]
         exact = all(session.stream.exact for session in self.sessions if session.steps)
         self._executor = native if exact else plain
@@ -140,8 +145,8 @@ class ForwardHooks:
         return [self._planned[index][0] for index in range(count)]
 
     def plans(self, layer: int) -> bool:
-        """Return whether the steps of all sessions are planned in a layer."""
-        return layer in self._planned and len(self._planned[layer][0]) == len(self.sessions)
+        """Return whether the steps of all tokens are planned in a layer."""
+        return layer in self._planned and len(self._planned[layer][0]) == self._tokens
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Pass the residuals of its tokens to each session whose checkpoint stores them."""

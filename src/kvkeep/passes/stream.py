@@ -35,6 +35,10 @@ from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
 from kvkeep.stores.layer_group import LayerGroup
 
+MAX_PLANNED = 16
+"""The maximum number of tokens of a sequence whose steps are planned together."""
+MAX_READS = 24_576
+"""The maximum number of entries that their queries then read in a layer, each entry once for each query."""
 TRIM_TOKENS = 2048
 """Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
 grow with the text."""
@@ -79,6 +83,7 @@ class CacheStream:
         self._known = self._pending_bytes = self._read = 0
         self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._disturbed = False  # whether a lossy method's pass was undone, and no pass has followed
+        self._planned = 1  # the number of tokens whose steps were planned
         self._masked = False  # whether the caller's mask masks more than padding
 
     @contextmanager
@@ -228,10 +233,21 @@ class CacheStream:
         return self.checkpoint is not None and self.checkpoint.by_token
 
     @outside_inference_mode
-    def plan(self) -> dict[int, LayerStep]:
-        """Return the step of a single token in each layer that can plan it."""
+    def plan(self, count: int = 1) -> dict[int, Sequence[LayerStep]]:
+        """Return the steps of ``count`` tokens in each layer that can plan them. Several are planned if their entries
+        take the next rows, and if so many queries do not read the entries of a long text again and again."""
+        self._planned = count
         if not self._plannable or self._latent:
             return {}
+        if count > 1:
+            if self.streams or not self.exact or count > MAX_PLANNED or count * self.length > MAX_READS:
+                return {}
+            found = {index: self.layers[index].plan(count) for index in self._single}
+            return {
+                index: [step.later(place) for place in range(count)]
+                for index, step in found.items()
+                if step is not None
+            }
         steps, groups = dict[int, LayerStep](), dict[Hashable, list[tuple[int, LayerStep, Any]]]()
         for index in self._single:
             layer = self.layers[index]
@@ -246,7 +262,7 @@ class CacheStream:
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
             steps |= zip(indices, group.plan(planned), strict=True)
             self._groups.append(group)
-        return steps
+        return {index: [step] for index, step in steps.items()}
 
     @property
     def _plannable(self) -> bool:
@@ -262,7 +278,8 @@ class CacheStream:
         completed: the whole pass has run."""
         for index in layers:
             self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
-            self.layers[index].commit()
+            for _ in range(self._planned):
+                self.layers[index].commit()
         for group in self._groups:
             group.finish(completed)
 

@@ -109,7 +109,7 @@ def check_beside(one: Destination, lanes: int, source: Destination | None = None
 
 def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
     """Check what changes with every token. entries: those that the query attends to."""
-    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _ = step
+    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, _ = step
     if ranks is not None:
         slots = append.slots
         if slots is None or ranks.shape != slots.shape or not 0 < ranks.shape[1] <= bank.rows:

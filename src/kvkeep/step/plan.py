@@ -201,6 +201,22 @@ class LayerStep(NamedTuple):
     others: Sequence[LayerStep] = ()
     """The steps of the token's other lanes, in order, if lanes have different numbers of entries; they have no
     others."""
+    place: int = 0
+    """The token's place among those of its sequence that one call runs: all entries are written before the first query
+    attends."""
+
+    def later(self, place: int) -> LayerStep:
+        """Return the step of the token ``place`` tokens later, if each takes the next row, and attends to one entry
+        more."""
+        if not place:
+            return self
+        append, last = self.append, self.attend[-1]
+        return self._replace(
+            append=append._replace(row=append.row + place),
+            slot=self.slot + place,
+            attend=[*self.attend[:-1], last._replace(stop=last.stop + place)],
+            place=place,
+        )
 
     @property
     def parts(self) -> Sequence[LayerStep]:

@@ -63,7 +63,7 @@ class PagedLayer(DynamicLayer):
     def pieces(self) -> list[tuple[Tensor, Tensor]]:
         return [(self._keys.view(), self._values.view())]
 
-    def plan(self) -> LayerStep | None:
+    def plan(self, count: int = 1) -> LayerStep | None:
         """Return None: a step may need a new block, or a copy of a shared one."""
         return None
 

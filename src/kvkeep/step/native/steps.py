@@ -185,14 +185,23 @@ where they and the form's other tensors lie (:func:`memory_of`)."""
 
 def _form(step: LayerStep) -> _Form:
     """Return the form of the steps with these tensors and codes, and with the same fields, which is made once."""
-    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _ = step
+    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, place = step
     keys, values, _, *parts = append
     parts += keys, values, seen
     if evict is not None:
         parts += evict[:2] + evict[3:]
     for span in attend:
         parts += span[:2]
-    name = (first_lane, reduce, evict is None, ranks is None, new_scores is None, received is None, *map(id, parts))
+    name = (
+        first_lane,
+        place,
+        reduce,
+        evict is None,
+        ranks is None,
+        new_scores is None,
+        received is None,
+        *map(id, parts),
+    )
     known = _FORMS.get(name)
     if known is not None:
         form, _, pick, memory = known
