@@ -40,7 +40,7 @@ ANSWER_TOKENS = 4096
 IDLE_MS = 3_600_000
 """Milliseconds that an agent waits for the next part of an answer: a long start takes minutes to read."""
 RECORDED_CONTEXT = 32_768
-"""The context that an agent is told while its request is recorded: that of :data:`MODEL`."""
+"""The context length in the setup of an agent whose request is recorded: that of :data:`MODEL`."""
 POLL_S, TIMEOUT_S, STOP_S = 0.1, 10.0, 10.0
 
 
