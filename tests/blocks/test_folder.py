@@ -226,3 +226,17 @@ def test_it_needs_no_transformers() -> None:
     """It also runs in vLLM's environment, which has an older version."""
     code = "import sys; sys.modules['transformers'] = None; import kvkeep.blocks.folder"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
+
+
+def test_a_lock_that_memory_ran_out_for_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = filled(tmp_path, 10, 1)
+
+    def failing(*given: Any, **own: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvkeep.blocks.folder.os.fdopen", failing)
+        with pytest.raises((MemoryError, StoreError)):
+            folder.write(name(1), block(1))
+    folder.write(name(1), block(1))  # does not wait for this process itself
+    assert same(folder.read(name(1)), block(1))

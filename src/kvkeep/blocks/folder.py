@@ -385,7 +385,13 @@ class BlockFolder:
     @contextmanager
     def _lock(self) -> Iterator[IO[bytes]]:
         """Keep other programs from writing within the block; yield the file that is locked."""
-        with os.fdopen(wait_for_lock(self.folder / LOCK), "r+b", buffering=0) as file:
+        handle = wait_for_lock(self.folder / LOCK)
+        try:
+            file = os.fdopen(handle, "r+b", buffering=0)
+        except BaseException:  # out of memory: this process would wait for itself from now on
+            os.close(handle)
+            raise
+        with file:
             yield file
 
 
