@@ -122,15 +122,24 @@ def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family
 
 
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_next"])
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("place", ["memory", "memory and store", "store"])
 def test_an_answer_that_comes_back_in_another_form_costs_no_message_before_it(
-    family: str, stored: bool, tmp_path: Path
+    family: str, place: str, tmp_path: Path
 ) -> None:
     """As with templates that drop the reasoning of an answer. Windows and states are kept at the message's end."""
-    engine = Engine(small(family, 2048), 10**9, store=Store(tmp_path) if stored else None, **FULL)
-    engine.ends = [end] = [3]
+
+    def started() -> Engine:
+        engine = Engine(small(family, 2048), 10**9, store=None if place == "memory" else Store(tmp_path), **FULL)
+        engine.ends = [end]
+        return engine
+
+    end = 3
+    engine = started()
     read, known = [*text(300, 1), end], 0
     for turn in range(3):
+        if place == "store":
+            engine.close()
+            engine = started()
         client = told(engine, [*read, 5, 6, 7], most=20)
         assert client.ended.cached == known
         known = len(read)
@@ -138,6 +147,9 @@ def test_an_answer_that_comes_back_in_another_form_costs_no_message_before_it(
     prompt = [*read, 5, 6, 7]
     cache = KeepCache(tiny(family, positions=2048), **FULL)
     wanted = kvkeep.generate(tiny(family, positions=2048), tokenizer(), prompt, cache, max_new_tokens=9)
+    if place == "store":
+        engine.close()
+        engine = started()
     client = told(engine, prompt, most=9)
     count = len(client.ended.tokens)  # it may have ended
     assert client.ended.cached == known and [*client.ended.tokens] == wanted.tokens[:count]

@@ -26,6 +26,7 @@ from kvkeep.blocks.text import (
     chain,
     entry_forms,
     forms,
+    message_key,
     origin,
     state_key,
     tail_key,
@@ -74,14 +75,25 @@ def _keep_end(cache: KeepCache, places: Sequence[int], length: int) -> None:
 
 
 def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int]) -> list[BlockName]:
-    """Return the blocks in ``folder`` with which ``cache``, which is empty, can begin ``prompt``, and perhaps a tail
-    after them."""
+    """Return the blocks in ``folder`` with which ``cache``, which is empty, can begin ``prompt``, and perhaps what
+    follows them: the tail of a text, or of a message."""
     if (first := _first(cache)) is None:
         return []
     names = [BlockName(space, key) for key in chain(first, prompt[:-1])]
     names = names[: folder.use(names)]
-    tail = BlockName(space, tail_key(names[-1].key if names else first.hex()))
-    return [*names, tail] if folder.use([tail], saved=len(names) + 1) else names
+    before = names[-1].key if names else first.hex()
+    tails = [one for key in (tail_key, message_key) if folder.size(one := BlockName(space, key(before)))]
+    if len(tails) > 1:
+        tails = [max(tails, key=lambda one: _begun_with(folder, one, prompt[len(names) * BLOCK : -1]))]
+    return [*names, *tails] if folder.use(tails, saved=len(names) + 1) else names
+
+
+def _begun_with(folder: BlockFolder, tail: BlockName, text: Sequence[int]) -> int:
+    """Return the number of tokens of a tail, if ``text`` begins with them; else 0."""
+    with suppress(StoreError, LookupError):
+        ids = folder.read(tail)[NAME_OF_IDS].flatten().tolist()
+        return len(ids) if ids == [*text[: len(ids)]] else 0
+    return 0
 
 
 def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], prompt: Sequence[int]) -> int:
@@ -161,8 +173,9 @@ def fill(cache: KeepCache, blocks: Sequence[Block], state: dict[str, Tensor]) ->
 def keep(
     folder: BlockFolder, space: str, cache: KeepCache, ids: Sequence[int], stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Store the text ``ids`` that ``cache`` has read: its whole blocks, and the tail after them. stop: called before
-    each of them; if it returns True, no more are stored. Of a text larger than the quota, only the beginning is stored.
+    """Store the text ``ids`` that ``cache`` has read: its whole blocks, and the tail after them; of what windows and
+    recurrent states held, also the end of the last message before the answer. stop: called before each of them; if it
+    returns True, no more are stored. Of a text larger than the quota, only the beginning is stored.
     Raises StoreError."""
     if (first := _first(cache)) is None:
         return
@@ -179,11 +192,17 @@ def keep(
     for length, state in cache.stream.record.ends.items():
         if not length % BLOCK and length <= len(names) * BLOCK:
             folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state, text=names)
-    if len(names) == len(keys) and not stop() and (tail := text.tail()):
-        tail |= transfer.last_token_state(cache)
-        tail[NAME_OF_IDS] = torch.tensor([ids[text.blocks.stop * BLOCK :]], dtype=torch.int32)
-        name = BlockName(space, tail_key(keys[-1] if keys else first.hex()))
-        folder.write(name, tail, replace=True, text=[*names, name])
+    message = cache.stream.record.message_end
+    ends = [(message_key, message, cache.stream.record.ends.get(message))]
+    if len(names) == len(keys):
+        ends.append((tail_key, len(ids), transfer.last_token_state(cache)))
+    for key, length, moving in ends:
+        whole = length // BLOCK
+        if moving is None or length > len(ids) or whole > len(names) or stop() or not (rows := text.tail(length)):
+            continue
+        part = torch.tensor([ids[whole * BLOCK : length]], dtype=torch.int32)
+        name = BlockName(space, key(keys[whole - 1] if whole else first.hex()))
+        folder.write(name, {**rows, **moving, NAME_OF_IDS: part}, replace=True, text=[*names, name])
 
 
 class Stored(NamedTuple):

@@ -61,6 +61,11 @@ def tail_key(before: str) -> str:
     return blake2b(f"{before} tail".encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
+def message_key(before: str) -> str:
+    """Return the key of the end of a prompt's last message, after the block ``before`` in which no block ends."""
+    return blake2b(f"{before} message".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
 def state_key(before: str) -> str:
     """Return the key of what windows and recurrent states held at the end of the block ``before``."""
     return blake2b(f"{before} state".encode(), digest_size=_DIGEST_BYTES).hexdigest()
@@ -185,10 +190,11 @@ class TextRows:
         part = torch.tensor([row[number * BLOCK :][:BLOCK] for row in ids], dtype=torch.int32)
         return self._copied(number * BLOCK, (number + 1) * BLOCK) | {NAME_OF_IDS: part}
 
-    def tail(self) -> dict[str, Tensor]:
-        """Return the rows after the last whole block. Raises EntriesLost."""
-        start = self.blocks.stop * BLOCK
-        return self._copied(start, self.length) if start < self.length else {}
+    def tail(self, stop: int | None = None) -> dict[str, Tensor]:
+        """Return the rows of the first ``stop`` tokens (None: of all) that fill no block. Raises EntriesLost."""
+        stop = self.length if stop is None else stop
+        start = stop // BLOCK * BLOCK
+        return self._copied(start, stop) if start < stop else {}
 
     def _copied(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return the rows ``start`` to ``stop``; of a text on disk copies, after which it is known that they could be
