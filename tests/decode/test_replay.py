@@ -8,7 +8,7 @@ import pytest
 from scripted import TURN, byte_level
 
 from kvkeep.decode.prompt import GENERATED, NUMBER, prompt_text
-from kvkeep.decode.replay import Generated, answer_key, bodies, spoken_after
+from kvkeep.decode.replay import Generated, answer_key, bodies, reasoning_tokens, spoken_after
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' }}"
@@ -113,3 +113,9 @@ def test_an_answer_is_spoken_after_its_reasoning() -> None:
     assert spoken_after(["<think>", "\n", "so", "</think>", "\n\n", "Yes"], "so", "</think>") == 5
     assert spoken_after(["<think>", "so", "</think>\n\nYes"], "so", "</think>") == 0
     assert spoken_after(["Yes"], "so", "</think>") == 0
+
+
+def test_tokens_of_reasoning_are_those_before_the_end_of_its_mark() -> None:
+    assert reasoning_tokens(["<think>", "\n", "so", "</think>", "\n\n", "Yes"], "so", "</think>") == 4
+    assert reasoning_tokens(["<think>", "so", "</think>\n\nYes", "!"], "so", "</think>") == 3
+    assert reasoning_tokens(["<think>", "so", " it"], "so it", "</think>") == 3

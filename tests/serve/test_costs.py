@@ -23,9 +23,9 @@ from worst_bodies import REFUSED, TOKENIZE
 from kvkeep.cli.serve.process import StartingApp
 from kvkeep.decode.prompt import PromptText
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import answering, app, completions, connection, protocol
+from kvkeep.serve.http import answer_events, answering, app, completions, connection, protocol
 from kvkeep.serve.http import body as bodies
-from kvkeep.serve.http.answering import EventBuffer
+from kvkeep.serve.http.answer_events import EventBuffer
 from kvkeep.serve.http.body import (
     ALWAYS_BYTES,
     MAX_CONTAINERS,
@@ -268,7 +268,7 @@ def test_of_requests_that_arrive_before_the_model_as_many_wait_as_may() -> None:
 def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answering, "MAX_BUFFERED_BYTES", 300_000)
+    monkeypatch.setattr(answer_events, "MAX_BUFFERED_BYTES", 300_000)
     most, put = [0], EventBuffer.put
 
     def noted(self: EventBuffer, event: Any) -> None:
@@ -381,6 +381,6 @@ def test_the_documentation_states_the_limits_that_there_are() -> None:
         protocol.MAX_STOP, protocol.MAX_NAME, protocol.MAX_OPTION, protocol.MAX_FIELDS, MAX_CONTAINERS,
         MAX_NAMES, MAX_STRINGS, MAX_VALUES,
         MAX_REQUEST_BYTES // 10**6, ALWAYS_BYTES // 1000, connection.FREE_CHUNKS, connection.CHUNK_BYTES,
-        connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, answering.MAX_BUFFERED_BYTES // 10**6,
+        connection.MAX_HEADER_BYTES // 1024, connection.MAX_CONNECTIONS, answer_events.MAX_BUFFERED_BYTES // 10**6,
     )  # fmt: skip
     assert {f"{number:,}" for number in numbers} <= {*re.findall("[0-9][0-9,]*[0-9]|[0-9]", rows)}

@@ -26,9 +26,9 @@ from kvkeep.cli.serve.address import Address, https
 from kvkeep.engine import answer
 from kvkeep.errors import UsageError
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import answering, connection
+from kvkeep.serve.http import answer_events, answering, connection
 from kvkeep.serve.http import body as bodies
-from kvkeep.serve.http.answering import Limits
+from kvkeep.serve.http.answer_events import Limits
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.keys import kept_key, keys_given
 
@@ -139,8 +139,8 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
 def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(
     server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering, "FIRST_EVENT_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(answering, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(answer_events, "FIRST_EVENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(answer_events, "PROGRESS_S", 0.05)
     address, engine = server
     for own, last in (({}, '"finish_reason":"length"'), ({"kvkeep": {"budget": "1KB"}}, '"error":{"message"')):
         with held(engine) as gate, streamed(address, {**BODY, **own}) as found:
@@ -160,7 +160,7 @@ def test_a_stream_tells_how_much_of_its_prompt_is_read(
 ) -> None:
     """And begins as soon as there is something to tell."""
     address, engine = server
-    monkeypatch.setattr(answering, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(answer_events, "PROGRESS_S", 0.02)
     monkeypatch.setattr(answer, "CHUNK", 4)
     step = engine.step
 

@@ -154,7 +154,7 @@ def use(number: str, **change: Any) -> dict[str, Any]:
         ({"max_tokens": None}, "'max_tokens' is required"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "two tools are called 'weather'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'tools.0.type' has to be 'custom'"),
-        ({"tool_choice": {"type": "tool", "name": "a"}}, "names the tool 'a'"),
+        ({"tool_choice": {"type": "tool", "name": "a"}}, "no tool is called 'a'"),
         ({"tool_choice": {"type": "any"}, "tools": []}, "needs 'tools'"),
         ({"tool_choice": {"type": "tool"}}, "'name' belongs"),
         ({"messages": [*ASK, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "'x'"),

@@ -60,6 +60,17 @@ def test_reasoning_is_a_field_of_the_message_and_of_deltas(address: str) -> None
     assert (content, reasoning) == ("Yes!", "So.")
 
 
+def test_the_usage_counts_the_tokens_of_the_reasoning(address: str) -> None:
+    usage = post(address, body()).json()["usage"]  # "So.", its mark, "Yes!" and the end
+    assert (usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]) == (4, 2)
+    asked = {"model": "tiny", "input": ASK[0]["content"], "temperature": 0}
+    for stream in (False, True):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEYS[0], max_retries=0)
+        found: Any = client.responses.create(**asked, stream=stream)
+        usage = [*found][-1].response.usage if stream else found.usage
+        assert usage.output_tokens_details.reasoning_tokens == 2
+
+
 def test_forms_apply_after_the_reasoning(address: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     for options in ({"response_format": form}, {"kvkeep": {"regex": '\\{"city": ?"Rome"\\}'}}):

@@ -12,7 +12,7 @@ import pytest
 from kvkeep.decode.answer_form import Answers, Calls
 from kvkeep.decode.answer_format import AnswerFormat
 from kvkeep.engine.pieces import TextPiece
-from kvkeep.serve.http.completions import Choices, TextRequest
+from kvkeep.serve.http.choices import Choices
 from kvkeep.serve.http.conversation import AnswerParts
 from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.http.protocol import Context, Progress
@@ -32,9 +32,7 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
 
     async def read() -> str:
         context = Context("tiny", "0" * 32, 7, api_error, Answers(AnswerFormat(), None))
-        options = {"stream": True, "stream_options": {"include_usage": with_usage}}
-        request = TextRequest.model_validate({"model": "tiny", "prompt": "x", **options})
-        reply = Choices(context, request, False, AnswerParts(context, Calls()) if chat else None)
+        reply = Choices(context, True, with_usage, False, AnswerParts(context, Calls()) if chat else None)
         return "".join([one async for one in reply.stream(events())])
 
     return asyncio.run(read()).splitlines()

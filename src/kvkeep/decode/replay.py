@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from kvkeep.engine.pieces import token_texts
@@ -91,13 +93,27 @@ def replayed(tokenizer: Any, body: str, message: Mapping[str, Any], known: Gener
 def spoken_after(texts: Sequence[str], reasoning: str, end: str) -> int:
     """Return the number of the first token after an answer's ``reasoning`` and the mark at its ``end``, of tokens with
     these ``texts``; 0: a token has parts of both."""
-    text = "".join(texts)
-    place = text.find(end, text.find(reasoning) + len(reasoning))
+    text, starts = "".join(texts), _starts(texts)
+    place = _reasoning_end(text, reasoning, end)
     if place < 0:
         return 0
-    place += len(end)
     place += len(text[place:]) - len(text[place:].lstrip())
-    starts = [0]
-    for one in texts:
-        starts.append(starts[-1] + len(one))
     return starts.index(place) if place in starts else 0
+
+
+def reasoning_tokens(texts: Sequence[str], reasoning: str, end: str) -> int:
+    """Return how many of an answer's tokens, with these ``texts``, have parts of its ``reasoning`` or of the mark at
+    its ``end``. An answer that ends within its reasoning has no others."""
+    place = _reasoning_end("".join(texts), reasoning, end)
+    return len(texts) if place < 0 else bisect_left(_starts(texts), place)
+
+
+def _reasoning_end(text: str, reasoning: str, end: str) -> int:
+    """Return the place in an answer's ``text`` after its ``reasoning`` and the mark at its ``end``; -1: none."""
+    place = text.find(end, text.find(reasoning) + len(reasoning))
+    return place + len(end) if place >= 0 else -1
+
+
+def _starts(texts: Sequence[str]) -> list[int]:
+    """Return the place of each of ``texts`` in all of them, and the length of all."""
+    return [*accumulate(map(len, texts), initial=0)]

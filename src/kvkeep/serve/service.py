@@ -26,7 +26,7 @@ from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.methods import Request
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.answering import Limits
+from kvkeep.serve.http.answer_events import Limits
 from kvkeep.serve.http.app import application
 from kvkeep.serve.session import peak_bytes
 from kvkeep.serve.session_pool import SessionPool

@@ -267,6 +267,8 @@ class Finished:
     diverged: int | None = None
     """The number of first tokens that the prompt shares with the most similar text in memory, if that goes on
     otherwise."""
+    reasoning: int = 0
+    """Tokens of its reasoning, once that is known."""
 
 
 Event = TextPiece | Finished | KvkeepError

@@ -28,8 +28,8 @@ from kvkeep.blocks.store import Store
 from kvkeep.engine import answer as scheduling
 from kvkeep.engine.answer import Answer, Scheduler
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import answering
-from kvkeep.serve.http.answering import AnswerEvents, Limits
+from kvkeep.serve.http import answer_events
+from kvkeep.serve.http.answer_events import AnswerEvents, Limits
 from kvkeep.serve.session import Job, peak_bytes
 
 LONG = {**BODY, "messages": [{"role": "user", "content": "the river " * 120}], "max_tokens": 200}
@@ -84,7 +84,7 @@ def test_clients_that_disconnect_leave_nothing_behind(
     before = objects()  # other tests'
     monkeypatch.setattr(scheduling, "CHUNK", 4)  # a prompt of sixty steps
     for name in ("FIRST_EVENT_TIMEOUT_S", "PROGRESS_S"):  # also streams without a first token are left
-        monkeypatch.setattr(answering, name, 60.0)
+        monkeypatch.setattr(answer_events, name, 60.0)
     engine = Engine(small(), int(1.2 * peak_bytes(KeepCache(small().model, "full"), 512)), store=Store(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)

@@ -24,7 +24,7 @@ from kvkeep.blocks.store import Store
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.answering import Limits
+from kvkeep.serve.http.answer_events import Limits
 from kvkeep.serve.http.completions import ChatRequest, Message, StreamOptions, TextRequest, TokenizeRequest
 from kvkeep.serve.http.protocol import Extension
 

@@ -27,7 +27,8 @@ from kvkeep.errors import UsageError, place_of
 from kvkeep.models.loading import Loaded
 from kvkeep.native.room import has_room
 from kvkeep.serve.engine import ROOM_BYTES, Engine
-from kvkeep.serve.http.answering import DEFAULT_MAX_TOKENS, STREAM_HEADERS, Answering, Limits, request_log
+from kvkeep.serve.http.answer_events import Limits
+from kvkeep.serve.http.answering import DEFAULT_MAX_TOKENS, STREAM_HEADERS, Answering, request_log
 from kvkeep.serve.http.body import (
     MAX_REQUEST_BYTES,
     Hold,

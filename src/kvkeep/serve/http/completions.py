@@ -1,30 +1,23 @@
-"""OpenAI's completions of conversations and of texts, and ``/tokenize``: the fields of requests, and replies."""
+"""OpenAI's completions of conversations and of texts, and ``/tokenize``: the fields of requests."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import accumulate
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from kvkeep.decode.answer_form import Answers
 from kvkeep.decode.answer_format import AnswerFormat
-from kvkeep.decode.answer_reader import Part, Reasoning
-from kvkeep.engine.pieces import TextPiece, TokenLogprob
-from kvkeep.engine.token_spelling import spelt
+from kvkeep.serve.http.choices import Choices
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
-    AnswerCall,
     AnswerForm,
     AnswerParts,
     ConversationRequest,
     conversation,
     effort_variables,
-    ended,
     text_of,
 )
 from kvkeep.serve.http.protocol import (
@@ -33,18 +26,14 @@ from kvkeep.serve.http.protocol import (
     Context,
     Name,
     Object,
-    Progress,
     Prompt,
     Reply,
     Stop,
-    StreamEvent,
     Strict,
     Text,
-    server_sent,
     wrong,
 )
-from kvkeep.serve.http.tools import NamedTool, ToolCall, Tools
-from kvkeep.serve.session import Finished
+from kvkeep.serve.http.tools import NamedTool, ToolCall, Tools, check_choice
 
 
 def _no_function(role: Any) -> Any:
@@ -62,7 +51,6 @@ def _one_prompt(given: Any) -> Any:
     return given[0]
 
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 MAX_ANSWERS = 16
 """Answers to one request."""
 MAX_BIASES = 10_000
@@ -107,6 +95,10 @@ class CompletionRequest(AnswerRequest):
     def usage_in_stream(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def choice(self, context: Context, logprobs: bool, parts: AnswerParts | None = None) -> Choices:
+        """Return the reply with one of the answers."""
+        return Choices(context, context.index == self.n - 1, self.usage_in_stream, logprobs, parts)
 
     @property
     def token_limit(self) -> int | None:
@@ -265,10 +257,8 @@ class ChatRequest(CompletionRequest, ConversationRequest):
     @classmethod
     def _of_a_tool(cls, given: str | NamedTool, known: ValidationInfo) -> str | NamedTool:
         names = [one.function.name for one in known.data.get("tools") or ()]
-        if isinstance(given, NamedTool) and given.function.name not in names:
-            raise wrong(f"no tool is called '{given.function.name[:100]}'; add it to 'tools'")
-        if given == "required" and not names:
-            raise wrong("'required' needs 'tools'; add them, or leave it out")
+        wanted = [given.function.name] if isinstance(given, NamedTool) else []
+        check_choice(names, wanted, "required" if given == "required" else None)
         return given
 
     @field_validator("tools", "response_format")
@@ -321,7 +311,7 @@ class ChatRequest(CompletionRequest, ConversationRequest):
 
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return Choices(context, self, self.logprobs, AnswerParts(context, self.calls()))
+        return self.choice(context, self.logprobs, AnswerParts(context, self.calls()))
 
 
 class TextRequest(CompletionRequest):
@@ -354,7 +344,7 @@ class TextRequest(CompletionRequest):
 
     def reply(self, context: Context) -> Reply:
         """Return the reply."""
-        return Choices(context, self, self.logprobs is not None)
+        return self.choice(context, self.logprobs is not None)
 
 
 class TokenizeRequest(Strict):
@@ -376,137 +366,3 @@ class TokenizeRequest(Strict):
         if self.messages:
             return conversation([one.plain() for one in self.messages], (), "messages")
         return self.prompt or ""
-
-
-# -- replies ----------------------------------------------------------------------------------------------
-
-
-class Choices:
-    """The reply with one answer to a request: one choice. logprobs: whether it has log-probabilities. parts: those of
-    an answer of a conversation; None: it continues a text."""
-
-    def __init__(
-        self, context: Context, request: CompletionRequest, logprobs: bool, parts: AnswerParts | None = None
-    ) -> None:
-        self._parts, self._context = parts, context
-        self._logprobs, self._with_usage = logprobs, request.usage_in_stream
-        self._last = context.index == request.count - 1
-        self._offset = 0  # characters of the text whose tokens were sent
-        self._nothing: dict[str, Any] = {"delta": {}} if parts else {"text": ""}
-        prefix, self._kind = ("chatcmpl", "chat.completion") if parts else ("cmpl", "text_completion")
-        self._chunk_kind = f"{self._kind}.chunk" if parts else self._kind
-        self._head = {"id": f"{prefix}-{context.id}", "created": int(time.time()), "model": context.model}
-
-    def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
-        """Return the answer as one object. Raises the error that ended it."""
-        last = ended(events)
-        tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
-        choice: dict[str, Any] = {"text": last.text}
-        if self._parts is not None:
-            choice = {"message": _message(self._parts.joined(self._parts.all(last)))}
-        choice |= {"index": self._context.index, "finish_reason": self._reason(last)}
-        choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
-        self._context.ended.append(last)
-        found = {"object": self._kind, "choices": [choice], "usage": usage(self._context.ended)}
-        return self._head | found | self._context.extension(last)
-
-    def _reason(self, answer: Finished) -> str:
-        """Return the finish reason. An answer cut off by the time limit or the server's end has the reason
-        "length"."""
-        if answer.reason != "stop":
-            return "length"
-        return "tool_calls" if self._parts is not None and self._parts.calls else "stop"
-
-    async def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events. An error is an object, and progress is a comment."""
-        if self._parts is not None:
-            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
-        async for event in events:
-            if isinstance(event, TextPiece):
-                shown = {"logprobs": self._probabilities(event.logprobs)} if self._logprobs else {}
-                fields = self._deltas(event) or ([self._nothing] if shown else [])
-                for number, one in enumerate(fields):
-                    yield self._chunk(one if number else one | shown)
-            elif isinstance(event, Finished):
-                for one in self._deltas(event):
-                    yield self._chunk(one)
-                self._context.ended.append(event)
-                yield self._chunk(self._nothing, self._reason(event), self._context.extension(event))
-                if self._with_usage and self._last:
-                    end = {"object": self._chunk_kind, "choices": [], "usage": usage(self._context.ended)}
-                    yield server_sent(self._head | end)
-            elif isinstance(event, Progress):
-                yield event.comment
-            else:
-                yield server_sent(self._context.to_error(event).body())
-        if self._last:
-            yield "data: [DONE]\n\n"
-
-    def _deltas(self, event: TextPiece | Finished) -> list[dict[str, Any]]:
-        """Return the next parts of a stream."""
-        if self._parts is not None:
-            return [self._delta(one) for one in self._parts.add(event)]
-        return [{"text": event.text}] if isinstance(event, TextPiece) else []
-
-    def _delta(self, part: Part) -> dict[str, Any]:
-        if isinstance(part, str):
-            return {"delta": {"content": part}}
-        if isinstance(part, Reasoning):
-            return {"delta": {"reasoning_content": part.text}}
-        assert self._parts is not None
-        call = _call(self._parts.begun(part)) if part.name else {"function": {"arguments": part.arguments}}
-        return {"delta": {"tool_calls": [{"index": part.index, **call}]}}
-
-    def _chunk(self, fields: dict[str, Any], reason: str | None = None, report: Mapping[str, Any] = NOTHING) -> str:
-        choice = {"index": self._context.index, **fields, "finish_reason": reason}
-        body = self._head | {"object": self._chunk_kind, "choices": [choice], **report}
-        return server_sent(body | ({"usage": None} if self._with_usage else {}))
-
-    def _probabilities(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        if self._parts is not None:
-            return {"content": [_token(one.data, one.logprob) | _top(one) for one in tokens]}
-        offsets = [*accumulate((len(one.text) for one in tokens), initial=self._offset)]
-        self._offset = offsets[-1]
-        return {
-            "tokens": [spelt(one.data) for one in tokens],
-            "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [{spelt(data): value for _, data, value in one.top} for one in tokens],
-            "text_offset": offsets[:-1],
-        }
-
-
-def _top(token: TokenLogprob) -> dict[str, Any]:
-    return {"top_logprobs": [_token(data, value) for _, data, value in token.top]}
-
-
-def _token(data: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": spelt(data), "logprob": logprob, "bytes": [*data]}
-
-
-def usage(answers: Sequence[Finished]) -> dict[str, Any]:
-    """Return the numbers of tokens of the answers to a request; cached tokens were not read again. For a text past
-    its exact part, include the length of this part; if the oldest entries were dropped, include their number."""
-    answer, written = answers[0], sum(one.written for one in answers)
-    prompt = answer.cached + answer.read
-    limits = {"exact_tokens": answer.exact_tokens, "lost_tokens": answer.lost_tokens or None}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": answer.cached},
-        **{name: number for name, number in limits.items() if number is not None},
-    }
-
-
-def _message(said: Sequence[str | Reasoning | AnswerCall]) -> dict[str, Any]:
-    """Return an answer's message."""
-    content = "".join(one for one in said if isinstance(one, str))
-    reasoning = "".join(one.text for one in said if isinstance(one, Reasoning))
-    calls = [_call(one) for one in said if isinstance(one, AnswerCall)]
-    extra = {"reasoning_content": reasoning, "tool_calls": calls}
-    message = {"role": "assistant", "content": (content or None) if calls else content}
-    return message | {name: one for name, one in extra.items() if one}
-
-
-def _call(call: AnswerCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

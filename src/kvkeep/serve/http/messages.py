@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import (
@@ -39,7 +39,7 @@ from kvkeep.serve.http.protocol import (
     server_sent,
     wrong,
 )
-from kvkeep.serve.http.tools import MAX_TOOLS, named_once
+from kvkeep.serve.http.tools import MAX_TOOLS, check_choice, named_once
 from kvkeep.serve.session import Finished
 
 # -- messages ---------------------------------------------------------------------------------------------
@@ -224,14 +224,12 @@ class CountRequest(Strict):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
 
-    @model_validator(mode="after")
-    def _of_tools(self) -> CountRequest:
-        names, choice = [one.name for one in self.tools or ()], self.tool_choice
-        if choice.name is not None and choice.name not in names:
-            raise wrong(f"'tool_choice' names the tool '{choice.name[:100]}', which is not in 'tools'; add it")
-        if choice.type == "any" and not names:
-            raise wrong("'tool_choice' is 'any', which needs 'tools'; add them, or leave it out")
-        return self
+    @field_validator("tool_choice")
+    @classmethod
+    def _of_tools(cls, given: ToolChoice, known: ValidationInfo) -> ToolChoice:
+        names = [one.name for one in known.data.get("tools") or ()]
+        check_choice(names, [] if given.name is None else [given.name], "any" if given.type == "any" else None)
+        return given
 
     def given(self) -> Prompt:
         """Return the conversation up to its answer, or to the end of an answer that is the last message."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.blocks.records import OwnerRecords
 from kvkeep.decode.answer_format import AnswerFormat
-from kvkeep.decode.replay import Generated, answer_key, spoken_after
+from kvkeep.decode.replay import Generated, answer_key, reasoning_tokens, spoken_after
 from kvkeep.engine.pieces import token_texts
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 from kvkeep.serve.session import Finished
@@ -26,18 +26,19 @@ class AnswerRecords:
 
     def remember(
         self, records: OwnerRecords, message: Mapping[str, Any], answer: Finished, format: AnswerFormat
-    ) -> None:
+    ) -> Finished:
         """Remember the tokens of an answer in this ``format``, whose ``message`` is as chat templates take it. One that
-        a stop string ended has tokens that no message has."""
+        a stop string ended has tokens that no message has. Return the answer, with the tokens of its reasoning."""
         ids = [*answer.tokens[:-1]] if {*answer.tokens[-1:]} & self._ends else [*answer.tokens]
-        if not ids or answer.stop is not None:
-            return
         record: dict[str, Any] = {"ids": ids, "key": answer_key(message)}
         if (reasoning := message.get("reasoning_content")) and format.reasoning is not None:
-            texts = token_texts(self._tokenizer, ids)
-            record |= {"spoken": spoken_after(texts, reasoning, format.reasoning.end), "reasoning": reasoning}
+            texts, end = token_texts(self._tokenizer, ids), format.reasoning.end
+            record |= {"spoken": spoken_after(texts, reasoning, end), "reasoning": reasoning}
+            answer = replace(answer, reasoning=reasoning_tokens(texts, reasoning, end))
         for name in (record["key"], *(one["id"] for one in message.get("tool_calls", ()))):
-            records.put(f"{self._model} {name}", record)
+            if ids and answer.stop is None:
+                records.put(f"{self._model} {name}", record)
+        return answer
 
     def find(self, records: OwnerRecords, message: Mapping[str, Any]) -> Generated | None:
         """Return an answer as it was generated: by the id of a call, or by what it says."""
