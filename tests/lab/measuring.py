@@ -14,14 +14,23 @@ from conftest import tokenizer
 from families import tiny
 from kvkeep_lab.studies.base import Study, TextStudy, Trial
 from kvkeep_lab.subject import Subject
+from scripted import START, byte_level, write_gguf
 from torch import Tensor
 
-from kvkeep.models.loading import Loaded
+from kvkeep.models.loading import Loaded, load
 
 
 @cache
 def loaded(family: str = "llama") -> Loaded:
     return Loaded(tiny(family), tokenizer(), f"tiny-{family}", "")
+
+
+def copying(folder: Path) -> Loaded:
+    """A model whose products the library computes, so that its answers have drafts. It says one thing again and again;
+    texts of calls are empty."""
+    made = byte_level("ant")
+    write_gguf(folder / "copying.gguf", made, made.script([START, "ant"]), positions=16_384, rest={made.id('"'): 9.0})
+    return load(str(folder / "copying.gguf"))
 
 
 def subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:

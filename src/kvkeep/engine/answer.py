@@ -146,11 +146,12 @@ class Answer:
             finally:
                 if drafts:
                     take_back(self.cache, 1 + len(drafts) - max(1, len(self.tokens) - before))
+            if self.drafter is not None:
+                self.drafter.learn(len(drafts), self.tokens[before:])
             if self.reason:
                 return
             if self.drafter is not None:
                 limit = min(max_drafts(self.cache), self.ask.max_tokens - len(self.tokens) - 1)
-                self.drafter.learn(len(drafts), self.tokens[before:])
                 drafts = self.drafter.drafts(self.tokens, limit)
             logits = yield from self._read(drafts)
 

@@ -23,6 +23,7 @@ from kvkeep_lab.studies.agent_day import AgentDay
 from kvkeep_lab.studies.base import Drawn, Study, Trial
 from kvkeep_lab.studies.conversation_bytes import ConversationBytes, bytes_of, tokens_of
 from kvkeep_lab.studies.decoding import Decoding
+from kvkeep_lab.studies.drafting import Drafting
 from kvkeep_lab.studies.rebuilt import Rebuilt, reconstruction
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
@@ -30,7 +31,7 @@ from kvkeep_lab.studies.token_bytes import TokenBytes
 from kvkeep_lab.studies.window_recompute import BLIND, DIRECT, FULL, TURNED, UNSCALED, WindowRecompute
 from kvkeep_lab.tables import Table, refusals
 from kvkeep_lab.timing import NAIVE, TimingCase, run
-from measuring import loaded, measured
+from measuring import copying, loaded, measured
 from official import hellaswag_text_rows, write_lines
 from pydantic import ValidationError
 from transformers import AutoConfig
@@ -79,6 +80,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "compare": {"limit": 60, "new": 4, "methods": ["full", "h2o"], "budgets": ["32"]},
     "stream": {"tokens": 300, "stretch": 100, "budget": "32"},
     "agent-day": {"start": 200, "requests": 11},
+    "drafts": {"edits": 2, "rounds": 1, "new": 20},
 }
 """Sizes of the studies that no experiment is packaged of."""
 
@@ -97,6 +99,8 @@ def found(text: Path, rows: Path) -> Callable[[str], tuple[Study, Any]]:
         if isinstance(study, AgentDay):
             model = replace(model, model=tiny("llama", positions=4096))
             study = played(study, model.name, text.parent / "records")
+        if isinstance(study, Drafting):
+            model = copying(text.parent)
         result = study.measure(Trial(model, files, 0, lambda what, done, total: shares.append(done / total)))
         assert shares == sorted(shares) and all(0 <= share <= 1.01 for share in shares)
         return study, result

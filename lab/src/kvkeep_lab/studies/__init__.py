@@ -10,6 +10,7 @@ from kvkeep_lab.studies.bounds import BoundsStudy
 from kvkeep_lab.studies.compare import Compare
 from kvkeep_lab.studies.conversation_bytes import ConversationBytes
 from kvkeep_lab.studies.decoding import Decoding
+from kvkeep_lab.studies.drafting import Drafting
 from kvkeep_lab.studies.effective_rank import EffectiveRank
 from kvkeep_lab.studies.held_bytes import HeldBytesStudy
 from kvkeep_lab.studies.kept import KeptSlots
@@ -35,7 +36,7 @@ _LISTED: tuple[type[Study], ...] = (
     *(WindowRecompute, Recompute),
     *(Decoding, ReactivationStudy, Throughput, SketchError, SketchAttention, SpectraStudy, AlignmentStudy),
     *(MergingCost, BoundsStudy),
-    *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy, AgentDay),
+    *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy, AgentDay, Drafting),
 )
 
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _LISTED}
