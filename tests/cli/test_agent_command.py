@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -130,9 +131,11 @@ def test_every_model_of_claude_is_the_servers() -> None:
 
 SENDS = """
 called = {"input": "river", "tools": [{"a": 1}]}
-for body in ({"messages": [], "tools": []}, called, {"input": "x" * 99}, {"x": "y" * 999}):
+counted = {"messages": ["z" * 999], "tools": [{"a": 1}]}  # no request for an answer
+for body in ({"messages": [], "tools": []}, called, {"input": "x" * 99}, counted):
+    path = "/messages/count_tokens" if body is counted else "/responses"
     try:
-        urllib.request.urlopen(urllib.request.Request(base + "/responses", json.dumps(body).encode()))
+        urllib.request.urlopen(urllib.request.Request(base + path, json.dumps(body).encode()))
     except urllib.error.HTTPError as error:
         assert error.code == 400 and "has recorded" in json.load(error)["error"]["message"]
 sys.exit(5)
@@ -159,6 +162,17 @@ def test_what_cannot_be_recorded_is_one_sentence(run: Run, client: Any, address:
     assert code == 1 and "cannot be written: no such file or directory" in err
     assert "without a server" in run("agent", "qwen", "--url", address, "--record", str(path))[2]
     assert "already something" in run("agent", "qwen", "--record", str(tmp_path))[2]
+    assert "ends in .json; 'request' does not" in run("agent", "qwen", "--record", "request")[2]
+
+
+def test_a_server_that_is_not_loading_is_not_waited_for(run: Run, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(url: str, *_: Any) -> Any:
+        raise HTTPError(url, 503, "", Message(), io.BytesIO(b'{"error": {"code": "stopping"}}'))
+
+    client("claude")
+    monkeypatch.setattr(agent, "call", stops)
+    code, _, err = run("agent", "claude", "--url", "http://127.0.0.1:1")
+    assert code == 1 and "it is not a server of kvkeep" in err
 
 
 def test_what_cannot_be_run_is_one_sentence(
@@ -185,7 +199,7 @@ def test_what_cannot_be_run_is_one_sentence(
 
 def test_ctrl_c_before_the_client_starts(run: Run, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def loads(url: str, *_: Any) -> Any:
-        raise HTTPError(url, 503, "", Message(), None)
+        raise HTTPError(url, 503, "", Message(), io.BytesIO(b'{"error": {"code": "loading"}}'))
 
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt

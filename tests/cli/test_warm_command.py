@@ -109,7 +109,7 @@ def test_what_cannot_be_read_ahead_is_one_sentence(command: Run, tmp_path: Path)
     assert "There is already something" in command("--export", str(tmp_path / "e.txt"))[2]
     assert "is not exact, so" in command("-x", "h2o", "-b", "64")[2]
     code, _, err = command("--quota", "200KB")
-    assert code == 1 and "the quota of 200.0 KB has no space for more" in err
+    assert code == 1 and "fit into the quota of 200.0 KB" in err
 
 
 def test_one_key_owns_the_text(

@@ -158,6 +158,8 @@ def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
     assert post(address, body).json()["choices"][0]["message"]["content"].split() == whole.split()[5:]
     refused = post(address, {**body, "messages": ASK})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "continue_final_message"
+    refused = post(address, {**body, "messages": [*ASK, begun | {"reasoning_content": "So."}]})
+    assert refused.status_code == 400 and "has 'reasoning_content'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

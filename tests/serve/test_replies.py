@@ -12,6 +12,7 @@ import pytest
 from kvkeep.decode.answer_form import Answers, Calls
 from kvkeep.decode.answer_format import AnswerFormat
 from kvkeep.engine.pieces import TextPiece
+from kvkeep.serve.http import answering
 from kvkeep.serve.http.choices import Choices
 from kvkeep.serve.http.conversation import AnswerParts
 from kvkeep.serve.http.errors import api_error
@@ -20,6 +21,19 @@ from kvkeep.serve.session import Finished
 
 BREAKS = "a\nb\rc\vd\fe\x1cf\x1dg\x1eh\x85i\u2028j\u2029k"
 """Every character at which ``str.splitlines`` cuts."""
+
+
+def test_streams_of_several_answers_are_sent_as_they_come() -> None:
+    async def counted(name: str, delays: list[int]) -> AsyncIterator[str]:
+        for number, delay in enumerate(delays):
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            yield f"{name}{number}"
+
+    async def read() -> list[str]:
+        return [one async for one in answering._closing([counted("a", [1, 60]), counted("b", [20, 1, 1])], [])]
+
+    assert asyncio.run(read()) == ["a0", "b0", "b1", "b2", "a1"]
 
 
 def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
@@ -32,7 +46,7 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
 
     async def read() -> str:
         context = Context("tiny", "0" * 32, 7, api_error, Answers(AnswerFormat(), None))
-        reply = Choices(context, True, with_usage, False, AnswerParts(context, Calls()) if chat else None)
+        reply = Choices(context, 1, with_usage, False, AnswerParts(context, Calls()) if chat else None)
         return "".join([one async for one in reply.stream(events())])
 
     return asyncio.run(read()).splitlines()

@@ -81,6 +81,18 @@ def test_an_earlier_response_is_continued(client: openai.OpenAI) -> None:
         client.responses.create(**body(input="Hm?", previous_response_id=third.id))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_off_within_a_call_is_incomplete(address: str, stream: bool) -> None:
+    cut = body(tool_choice="required", max_output_tokens=30)
+    found = post(address, cut | {"stream": stream}, path=PATH)
+    assert found.status_code == 200
+    made = json.loads(found.text.strip().rpartition("data: ")[2])["response"] if stream else found.json()
+    (call,) = made["output"]
+    assert made["status"] == "incomplete" and call["arguments"].startswith("{") and call["status"] == "incomplete"
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "20"}
+    assert post(address, body(input=[output], previous_response_id=made["id"]), path=PATH).status_code == 200
+
+
 def test_responses_are_continued_after_a_restart_and_by_their_owner_only(tmp_path: Path) -> None:
     with serving(engine=Engine(script(), 10**8, store=Store(tmp_path / "store"))) as (address, _):
         first = post(address, body(), path=PATH).json()

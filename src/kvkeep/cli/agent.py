@@ -41,7 +41,10 @@ IDLE_MS = 3_600_000
 """Milliseconds that an agent waits for the next part of an answer: a long start takes minutes to read."""
 RECORDED_CONTEXT = 32_768
 """The context length in the setup of an agent whose request is recorded: that of :data:`MODEL`."""
-POLL_S, TIMEOUT_S, STOP_S = 0.1, 10.0, 10.0
+POLL_S, TIMEOUT_S = 0.1, 10.0
+"""Seconds between two looks at a server that starts, and of one request to it."""
+STOP_S, SOON_S = 60.0, 1.0
+"""Seconds that a server has at its end to store what it has read, and those after which the user is told of it."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,8 @@ def agent(
             raise UsageError("--record runs the agent without a server; leave --print and --url out.")
         if os.path.lexists(record):
             raise UsageError(f"There is already something at '{record}'; name another file.")
+        if record.suffix != ".json":
+            raise UsageError(f"kvkeep warm reads a request from a file whose name ends in .json; '{record}' does not.")
     if url is not None and model is not None:
         raise UsageError("--url names a server that has its model already; leave --model out.")
     known = {one: setup for one, (_, setup) in CLIENTS.items()}
@@ -297,12 +302,19 @@ def wait_ready(url: str, check: Callable[[], None]) -> None:
                 call(f"{url}/ready")
                 return
             except HTTPError as error:
-                if error.code != 503:
+                if error.code != 503 or not _is_loading(error):
                     raise
             check()
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         raise Stopped("Interrupted before the agent was started.") from None
+
+
+def _is_loading(error: HTTPError) -> bool:
+    """Return whether a server says that it loads its model."""
+    with suppress(ValueError, LookupError, TypeError):
+        return bool(json.load(error)["error"]["code"] == "loading")
+    return False
 
 
 def context_of(url: str, key: str, model: str) -> int:
@@ -326,7 +338,7 @@ def started(model: str, memory: str, key: str) -> Iterator[Endpoint]:
 
     fetch_model(model)
     code = "from kvkeep.cli.agent import serve_while_open; serve_while_open()"
-    given = ["--model", model, "--port", "0", "--memory", memory, "--conversations", f"{CONVERSATIONS}", "--grace", "0"]
+    given = ["--model", model, "--port", "0", "--memory", memory, "--conversations", f"{CONVERSATIONS}"]
     with tempfile.TemporaryFile("w+") as said:
         server = subprocess.Popen(
             [sys.executable, "-c", code, "serve", *given],
@@ -356,8 +368,12 @@ def started(model: str, memory: str, key: str) -> Iterator[Endpoint]:
             raise Stopped("Interrupted before the agent was started.") from None
         finally:
             server.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(STOP_S)
+            try:
+                server.wait(SOON_S)
+            except subprocess.TimeoutExpired:
+                note("the server stores what it has read")
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(STOP_S)
             server.kill()
             server.wait()
 

@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 RECORDED = "kvkeep has recorded this request and does not answer it; leave the agent."
 MAX_BYTES = 64_000_000
+"""The largest body that is recorded."""
+PATHS = ("/chat/completions", "/completions", "/responses", "/messages")
+"""The ends of the paths of requests for an answer."""
 
 
 class RequestRecorder:
@@ -23,13 +27,13 @@ class RequestRecorder:
         self._tools = False
         self._lock = threading.Lock()
 
-    def take(self, body: bytes) -> None:
-        """Keep a body, if it is a request for an answer."""
+    def take(self, path: str, body: bytes) -> None:
+        """Keep the body of a request to ``path``, if it is one for an answer."""
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):
             return
-        if not isinstance(given, dict) or not any(field in given for field in ("messages", "input", "prompt")):
+        if not isinstance(given, dict) or not urlsplit(path).path.rstrip("/").endswith(PATHS):
             return
         with self._lock:
             tools = bool(given.get("tools"))
@@ -52,9 +56,11 @@ class RequestRecorder:
                 size = self.headers.get("Content-Length", "")
                 if not size.isdecimal() or int(size) > MAX_BYTES:
                     self.close_connection = True
-                    self._send(411, {"error": {"type": "invalid_request_error", "message": "The body has no length."}})
+                    known = "The body has no length" if not size.isdecimal() else f"The body has {size} bytes"
+                    sentence = f"{known}; at most {MAX_BYTES:,} are recorded."
+                    self._send(413, {"error": {"type": "invalid_request_error", "message": sentence}})
                     return
-                recorder.take(self.rfile.read(int(size)))
+                recorder.take(self.path, self.rfile.read(int(size)))
                 self._send(400, {"type": "error", "error": {"type": "invalid_request_error", "message": RECORDED}})
 
             def log_message(self, format: str, *args: Any) -> None:

@@ -65,11 +65,12 @@ def warm(
         from kvkeep.blocks import archive
         from kvkeep.blocks.store import LOCAL_OWNER, store_folder
         from kvkeep.cli.serve.defaults import with_defaults
+        from kvkeep.serve.http.errors import APIError
         from kvkeep.serve.http.protocol import encoded
         from kvkeep.serve.http.recorded import recorded_prompt
         from kvkeep.serve.http.reuse import AnswerRecords
         from kvkeep.serve.service import Service
-        from kvkeep.serve.warm import read_ahead, store_of, stored_text
+        from kvkeep.serve.warm import read_ahead, storable, store_of, stored_text
 
         owner = owner_of(digest_of(known_keys[0])) if known_keys else LOCAL_OWNER
         prompt = recorded_prompt(text, file) if file.endswith(".json") else text
@@ -87,7 +88,14 @@ def warm(
     with closing(engine):
         answers = AnswerRecords(loaded.tokenizer, engine.geometry.vocab_size, engine.ends)
         generated = partial(answers.find, store_of(engine).records.of(owner))
-        ids = encoded(prompt, loaded.tokenizer, engine.geometry.vocab_size, generated, service.as_sent).ids
+        try:
+            ids = encoded(prompt, loaded.tokenizer, engine.geometry.vocab_size, generated, service.as_sent).ids
+        except APIError as error:
+            raise UsageError(f"'{file}' cannot be read: {error.detail}") from None
+        if (fitting := storable(engine, len(ids))) < len(ids):
+            raise KvkeepError(
+                f"Only {fitting:,} of {len(ids):,} tokens fit into the quota of {size(service.quota)}; raise --quota."
+            )
         store, known = store_of(engine), stored_text(engine, owner, ids).tokens
         stopped, start = False, time.monotonic()
         if known < len(ids):
@@ -115,4 +123,5 @@ def warm(
     how = f"{read:,} were read at {read / seconds:.0f}/s" if read else "nothing had to be read"
     note(f"{len(ids):,} tokens are stored in {len(found.blocks)} blocks, {size(found.bytes)}, in {store.folder}; {how}")
     if export is not None:
-        note(f"written to {export}; 'kvkeep cache import {export}' adds them to another store")
+        lacks = f" without {missing} blocks that cannot be read" if missing else ""
+        note(f"written to {export}{lacks}; 'kvkeep cache import {export}' adds them to another store")

@@ -334,7 +334,8 @@ class Job:
     @property
     def answer(self) -> Answer | None:
         """The answer; None until the scheduler has it."""
-        return None if self.scheduled is None else self.scheduled.answer
+        scheduled = self.scheduled  # other threads ask, too
+        return None if scheduled is None else scheduled.answer
 
     @property
     def writes(self) -> bool:

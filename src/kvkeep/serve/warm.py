@@ -17,6 +17,7 @@ from kvkeep.blocks.store import LOCAL, Store
 from kvkeep.cache import KeepCache
 from kvkeep.engine.answer import Ask
 from kvkeep.errors import UsageError
+from kvkeep.memory.rows import BLOCK
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Event, Finished
 
@@ -56,6 +57,13 @@ def stored_text(engine: Engine, owner: str, ids: Sequence[int]) -> StoredText:
     cache = KeepCache(engine.model, **engine.cache)
     names = beginnings.find(folder, owner or LOCAL, cache, prompt)
     return StoredText(beginnings.begin(folder, cache, names, prompt), names, sum(map(folder.size, names)))
+
+
+def storable(engine: Engine, tokens: int) -> int:
+    """Return how many of a text's ``tokens`` the quota has space for."""
+    blocks = -(-tokens // BLOCK)
+    fitting = store_of(engine).blocks.fitting(blocks, blocks * BLOCK * engine.geometry.full_bytes_per_token)
+    return min(tokens, fitting * BLOCK)
 
 
 def read_ahead(

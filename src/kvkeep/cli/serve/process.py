@@ -54,9 +54,12 @@ class StartingApp:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif self.closed:
-            await APIError(503, "The server is shutting down.", "stopping").response()(scope, receive, send)
+            await self._refuse("The server is shutting down.", "stopping", scope, receive, send)
         else:
-            await APIError(503, "The model is being loaded; retry later.", "loading").response()(scope, receive, send)
+            await self._refuse("The model is being loaded; retry later.", "loading", scope, receive, send)
+
+    async def _refuse(self, sentence: str, code: str, scope: Any, receive: Any, send: Any) -> None:
+        await APIError(503, sentence, code).response(scope["path"])(scope, receive, send)
 
     async def _wait(self) -> None:
         """Wait until the model is loaded, or the start has failed."""

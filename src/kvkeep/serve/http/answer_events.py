@@ -104,7 +104,7 @@ def _small(one: TextPiece, other: TextPiece) -> bool:
 
 
 def _bytes(piece: TextPiece) -> int:
-    return len(piece.text) + sum(_TOKEN_BYTES + _TOP_BYTES * len(one.top) for one in piece.logprobs)
+    return len(piece.text.encode()) + sum(_TOKEN_BYTES + _TOP_BYTES * len(one.top) for one in piece.logprobs)
 
 
 class AnswerEvents:

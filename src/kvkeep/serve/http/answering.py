@@ -7,6 +7,7 @@ import functools
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ from kvkeep.serve.session import Finished, check_name
 request_log = logging.getLogger("kvkeep.requests")
 """At level INFO, one line per request at its end: id (the response's ``x-request-id``), method, path, status and
 seconds; and one per answer: the id, and what its prompt reused."""
-DEFAULT_MAX_TOKENS = 1024
+DEFAULT_MAX_TOKENS = 4096
 """Maximum tokens of an answer whose request names none; fewer if the model's context has less room."""
 MAX_ANSWER_TOKENS = 2**31
 """The maximum length of an answer if the context has no limit: positions are int32."""
@@ -284,11 +285,18 @@ def _joined(replies: Sequence[Reply], events: Sequence[Sequence[StreamEvent]]) -
 
 
 async def _closing(streams: Sequence[AsyncIterator[str]], running: Sequence[AnswerEvents]) -> AsyncIterator[str]:
-    """Yield from streams, one after the other, and cancel their answers when the stream is closed."""
+    """Yield from streams, from each as soon as it has something, and cancel their answers when the stream is closed."""
+    waiting = {asyncio.ensure_future(anext(one)): one for one in streams}
     try:
-        for text in streams:
-            async for one in text:
-                yield one
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                one = waiting.pop(task)
+                with suppress(StopAsyncIteration):
+                    yield task.result()
+                    waiting[asyncio.ensure_future(anext(one))] = one
     finally:
+        for task in waiting:
+            task.cancel()
         for answer in running:
             answer.disconnect()

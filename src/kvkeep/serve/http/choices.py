@@ -19,15 +19,15 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Choices:
-    """The reply with one answer to a request: one choice. last: whether it is the last one. usage: whether a stream
-    ends with the numbers of tokens. logprobs: whether there are log-probabilities. parts: those of
+    """The reply with one answer to a request: one choice of ``count``. usage: whether a stream ends with the
+    numbers of tokens. logprobs: whether there are log-probabilities. parts: those of
     an answer of a conversation; None: it continues a text."""
 
     def __init__(
-        self, context: Context, last: bool, usage: bool, logprobs: bool, parts: AnswerParts | None = None
+        self, context: Context, count: int, usage: bool, logprobs: bool, parts: AnswerParts | None = None
     ) -> None:
         self._parts, self._context = parts, context
-        self._last, self._with_usage, self._logprobs = last, usage, logprobs
+        self._count, self._with_usage, self._logprobs = count, usage, logprobs
         self._offset = 0  # characters of the text whose tokens were sent
         self._nothing: dict[str, Any] = {"delta": {}} if parts else {"text": ""}
         prefix, self._kind = ("chatcmpl", "chat.completion") if parts else ("cmpl", "text_completion")
@@ -69,15 +69,17 @@ class Choices:
                     yield self._chunk(one)
                 self._context.ended.append(event)
                 yield self._chunk(self._nothing, self._reason(event), self._context.extension(event))
-                if self._with_usage and self._last:
-                    end = {"object": self._chunk_kind, "choices": [], "usage": usage(self._context.ended)}
-                    yield server_sent(self._head | end)
             elif isinstance(event, Progress):
                 yield event.comment
             else:
+                self._context.ended.append(event)
                 yield server_sent(self._context.to_error(event).body())
-        if self._last:
-            yield "data: [DONE]\n\n"
+        if len(self._context.ended) < self._count:
+            return
+        if self._with_usage and any(isinstance(one, Finished) for one in self._context.ended):
+            end = {"object": self._chunk_kind, "choices": [], "usage": usage(self._context.ended)}
+            yield server_sent(self._head | end)
+        yield "data: [DONE]\n\n"
 
     def _deltas(self, event: TextPiece | Finished) -> list[dict[str, Any]]:
         """Return the next parts of a stream."""
@@ -120,9 +122,11 @@ def _token(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": spelt(data), "logprob": logprob, "bytes": [*data]}
 
 
-def usage(answers: Sequence[Finished]) -> dict[str, Any]:
-    """Return the numbers of tokens of the answers to a request; cached tokens were not read again. For a text past
-    its exact part, include the length of this part; if the oldest entries were dropped, include their number."""
+def usage(ends: Sequence[Finished | Exception]) -> dict[str, Any]:
+    """Return the numbers of tokens of the answers to a request, by their ends; cached tokens were not read again. For a
+    text past its exact part, include the length of this part; if the oldest entries were dropped, include their
+    number."""
+    answers = [one for one in ends if isinstance(one, Finished)]
     answer, written = answers[0], sum(one.written for one in answers)
     prompt = answer.cached + answer.read
     limits = {"exact_tokens": answer.exact_tokens, "lost_tokens": answer.lost_tokens or None}

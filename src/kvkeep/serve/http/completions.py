@@ -98,7 +98,7 @@ class CompletionRequest(AnswerRequest):
 
     def choice(self, context: Context, logprobs: bool, parts: AnswerParts | None = None) -> Choices:
         """Return the reply with one of the answers."""
-        return Choices(context, context.index == self.n - 1, self.usage_in_stream, logprobs, parts)
+        return Choices(context, self.n, self.usage_in_stream, logprobs, parts)
 
     @property
     def token_limit(self) -> int | None:

@@ -62,6 +62,8 @@ def conversation(
     if not found:
         raise _wrong(field, "it has no messages; send at least one")
     if continues:
+        if more := {"tool_calls", "reasoning_content"} & found[-1].keys():
+            raise _wrong(field, f"the last message is to be continued, and has '{min(more)}'; leave that out")
         return ChatPrompt(found[:-1], found[-1]["content"], tools, variables or {})
     return ChatPrompt(found, "", tools, variables or {})
 

@@ -58,7 +58,7 @@ class KeptAnswer:
             self._comments += 1
         else:
             self._events.append(event)
-            self.bytes += len(event)
+            self.bytes += len(event.encode())
         self._notify()
 
     def _notify(self) -> None:

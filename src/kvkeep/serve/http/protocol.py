@@ -247,7 +247,7 @@ class Context:
     """Returns what the reply says of an answer in the field ``kvkeep``."""
     index: int = 0
     """The answer's number among those to the request."""
-    ended: list[Finished] = field(default_factory=list)
+    ended: list[Finished | Exception] = field(default_factory=list)
     """The ends of all of them so far."""
 
     def extension(self, answer: Finished, notes: Sequence[str] = ()) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
             answer["content"] += ("\n" if answer["content"] else "") + text_of(one.content)
         elif isinstance(one, ReasoningItem):
             if thoughts := text_of(one.content) or text_of(one.summary):
-                answer["reasoning_content"] = thoughts
+                before = answer.get("reasoning_content")
+                answer["reasoning_content"] = f"{before}\n{thoughts}" if before else thoughts
         else:
             arguments = {"input": one.input} if isinstance(one, CustomCall) else json.loads(one.arguments or "{}")
             answer.setdefault("tool_calls", []).append(

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvkeep.blocks.records import OwnerRecords
@@ -16,15 +16,9 @@ from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import AnswerParts, ended
 from kvkeep.serve.http.protocol import Context, Progress, StreamEvent, server_sent
 from kvkeep.serve.http.response_items import (
-    CustomCall,
-    FunctionCall,
     FunctionTool,
     HostedTool,
-    Item,
-    MessageItem,
-    ReasoningItem,
     functions,
-    messages_of,
 )
 from kvkeep.serve.session import Finished
 
@@ -34,7 +28,8 @@ Events = Iterator[tuple[str, dict[str, Any]]]
 
 class ResponseReply:
     """The reply of a request. request: its fields as a response repeats them. messages: those of its input. calls:
-    those that the answer may have, of ``tools``. records: where the response is recorded by its id; None: it is not."""
+    those that the answer may have, of ``tools``. answered: converts the answer to a message. records: where the
+    response is recorded by its id; None: it is not."""
 
     def __init__(
         self,
@@ -43,8 +38,10 @@ class ResponseReply:
         messages: Sequence[Mapping[str, Any]],
         calls: Calls,
         tools: Sequence[Any],
+        answered: Callable[[Finished], Mapping[str, Any]],
         records: OwnerRecords | None,
     ) -> None:
+        self._answered = answered
         self._context, self._records, self._messages = context, records, messages
         self._parts, self._previous = AnswerParts(context, calls), request["previous_response_id"]
         self._functions = {name: (space, one) for name, space, one in functions(tools)}
@@ -130,11 +127,10 @@ class ResponseReply:
         notes = [f"Tools of these types are left out, because this server cannot run them: {kinds}."] if kinds else []
         return found | {"completed_at": int(time.time())} | self._context.extension(answer, notes)
 
-    def _keep(self, response: dict[str, Any]) -> None:
+    def _keep(self, response: dict[str, Any], answer: Finished) -> None:
         """Record a response. A worker thread calls this."""
         if self._records is not None:
-            items = [_ITEMS[one["type"]].model_validate(one) for one in self._items]
-            messages = [*self._messages, *messages_of(items)]
+            messages = [*self._messages, self._answered(answer)]
             self._records.put(response["id"], {"previous": self._previous, "messages": messages, "response": response})
 
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
@@ -144,7 +140,7 @@ class ResponseReply:
             deque(self._add(part), 0)
         deque(self._close("completed" if last.reason == "stop" else "incomplete"), 0)
         response = self._end(last)
-        self._keep(response)
+        self._keep(response, last)
         return response
 
     async def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
@@ -177,13 +173,8 @@ class ResponseReply:
                 for kind, fields in self._close("completed" if event.reason == "stop" else "incomplete"):
                     yield sent(kind, fields)
                 response = self._end(event)
-                await asyncio.to_thread(self._keep, response)
+                await asyncio.to_thread(self._keep, response, event)
                 yield sent(response["status"], {"response": response})
-
-
-_ITEMS: dict[str, type[Item]] = {
-    "message": MessageItem, "function_call": FunctionCall, "custom_tool_call": CustomCall, "reasoning": ReasoningItem,
-}  # fmt: skip
 
 
 def _kind(item: Mapping[str, Any]) -> str:

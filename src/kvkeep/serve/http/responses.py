@@ -180,4 +180,5 @@ class ResponseRequest(ConversationRequest):
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "text": {"format": self.text.format.model_dump(exclude_none=True, by_alias=True)},
         }
-        return ResponseReply(context, repeated, self.messages(), self.calls(), self.tools or (), records)
+        answered = self.answer_form.answered(context)
+        return ResponseReply(context, repeated, self.messages(), self.calls(), self.tools or (), answered, records)
