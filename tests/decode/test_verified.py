@@ -14,14 +14,12 @@ from cases import CASES, DRAFTING, new_cache, pairs
 from conftest import WORDS, tokenizer
 from families import tiny
 from helpers import NEW, PROMPT, assert_near, assert_same, generate, generated, padded, prompt, step, stock
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
 import kvkeep
 from kvkeep import KeepCache, UsageError
-from kvkeep.engine.drafting import Lookup, Margins, Pace
+from kvkeep.engine.pacing import Margins, Pace
 from kvkeep.errors import BudgetError
 from kvkeep.stores.readers.round import RoundStatistics
 
@@ -163,20 +161,6 @@ def test_uneven_rows_take_no_further_text() -> None:
 
 
 # -- its parts --------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 3), min_size=4, max_size=40), st.integers(1, 9))
-@settings(deadline=None, max_examples=60)
-def test_lookup_copies_what_followed_last_time(tokens: list[int], length: int) -> None:
-    """Against a search from the end, which copies token by token and so repeats what it has just written."""
-    expected: list[int] = []
-    for place in range(len(tokens) - 1, 2, -1):
-        if tokens[place - 3 : place] == tokens[-3:]:
-            for number in range(length):
-                source = place + number
-                expected.append(tokens[source] if source < len(tokens) else expected[source - len(tokens)])
-            break
-    assert Lookup(tokens).run(length) == expected
 
 
 def test_pace_follows_acceptance_and_costs() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kvkeep import report
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.engine.drafting import Acceptance
+from kvkeep.engine.pacing import Acceptance
 from kvkeep.memory.rows import BLOCK
 
 GRAM = 3
@@ -33,7 +33,7 @@ LONGEST_MATCH = 32
 """The number of tokens before an occurrence that are compared."""
 FORCED = 2 * LONGEST_MATCH
 """What stands for the match of tokens that a form wants."""
-FORGET = 0.8
+PRICE_FORGET = 0.8
 """The weight of earlier passes when the time of a new one is recorded."""
 ROW_PRICE = 0.25
 """The price of another row, in passes of one row, before it was measured."""
@@ -90,7 +90,7 @@ class PassPrices:
     def note(self, rows: int, seconds: float) -> None:
         """Record a pass."""
         before = self.seconds.get(rows, seconds)
-        self.seconds[rows] = FORGET * before + (1 - FORGET) * seconds
+        self.seconds[rows] = PRICE_FORGET * before + (1 - PRICE_FORGET) * seconds
 
     def of(self, rows: int) -> float:
         """Return the price of a pass, in any unit: by the next smaller and larger ones that were measured."""

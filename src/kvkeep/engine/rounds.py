@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.engine.drafting import Lookup, Margins, Pace
+from kvkeep.engine.drafts import CopiedText
+from kvkeep.engine.pacing import Margins, Pace
 from kvkeep.engine.sampling import Sampler
 from kvkeep.stores.readers.round import RoundStatistics
 
@@ -77,7 +78,7 @@ class Rounds:
         self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, spare)], 1)  # grows; drafts follow the tokens
         self.lengths = [self.prompt] * self.rows
         self.finished = [False] * self.rows
-        self.lookups = [Lookup(row) for row in prompts.tolist()] if copies else []
+        self.texts = [CopiedText(row) for row in prompts.tolist()] if copies else []
         self.pace, self.done, self.margins = Pace(), RoundStatistics(), Margins(sampler.sampled)
         self.cache_round, cache.round.statistics = cache.round, self.done
         self.noise: dict[int, Tensor] = {}  # (rows, vocabulary) by index of the new token
@@ -163,11 +164,11 @@ class Rounds:
 
     def _copied_drafts(self) -> Tensor | None:
         """Return drafts copied from the text, (rows, longest); None unless every unfinished row has some."""
-        if not self.lookups or not self.longest:
+        if not self.texts or not self.longest:
             return None
         runs = [
-            [0] * self.longest if done else lookup.run(self.longest)
-            for lookup, done in zip(self.lookups, self.finished, strict=True)
+            [0] * self.longest if done else [*text.copy(self.longest).tokens]
+            for text, done in zip(self.texts, self.finished, strict=True)
         ]
         return torch.tensor(runs, device=self.tokens.device) if all(runs) else None
 
@@ -195,8 +196,8 @@ class Rounds:
             while not self.finished[row] and count < counts[row]:
                 self.tokens[row, self.lengths[row]] = tokens[count]
                 self.lengths[row] += 1
-                if self.lookups:
-                    self.lookups[row].add(tokens[count])
+                if self.texts:
+                    self.texts[row].add(tokens[count])
                 self.finished[row] = self.add(row, tokens[count], logits[:, count])
                 count += 1
             taken.append(count)

@@ -164,9 +164,9 @@ def serve_here(
         loaded = service.load(note)
     service = with_defaults(service, loaded, conversations)
     engine = service.engine(loaded)
-    app = service.application(engine, loaded)
     default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
     engine.start()
+    app = service.application(engine, loaded)  # the engine warms up meanwhile
     size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
     note(f"{server.url}/v1  model '{loaded.name}', {size}; chat page: {server.url}/")
     if address.is_any:

@@ -1,8 +1,8 @@
-"""The drafts of a round: how many are made, when a run of them ends, and which are copied from the text."""
+"""The pace of rounds: how many drafts a round makes, and when a run of them ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean
 
@@ -11,8 +11,6 @@ from torch import Tensor
 
 FORGET = 0.9
 """The weight of earlier rounds when a new one is recorded."""
-GRAM = 3
-"""The number of tokens that must match before a copy."""
 
 
 class Acceptance:
@@ -132,30 +130,3 @@ class Margins:
         pair = pair.float()
         first, second = (pair.log() if self.logarithmic else pair).unbind(-1)
         return first - second
-
-
-class Lookup:
-    """The tokens of one row, indexed by trigram. Drafts are copied from the text after an earlier occurrence of the
-    last tokens (prompt lookup: Saxena, 2023)."""
-
-    def __init__(self, tokens: Iterable[int]) -> None:
-        self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # trigram: index after its last occurrence
-        self._source: int | None = None  # index after the previous occurrence of the last trigram
-        for token in tokens:
-            self.add(token)
-
-    def add(self, token: int) -> None:
-        """Append a token."""
-        self._tokens.append(token)
-        gram = tuple(self._tokens[-GRAM:])
-        self._source = self._after.get(gram)
-        self._after[gram] = len(self._tokens)
-
-    def run(self, length: int) -> list[int]:
-        """Return the ``length`` tokens after the previous occurrence, or an empty list. A copy that reaches the end
-        repeats."""
-        if self._source is None:
-            return []
-        period = len(self._tokens) - self._source
-        return [self._tokens[self._source + number % period] for number in range(length)]
