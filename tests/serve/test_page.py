@@ -246,7 +246,7 @@ SAID: list[dict[str, Any] | str] = [
 def test_reasoning_calls_and_code_are_shown_and_what_was_reused(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, reuse = threading.Event(), {"kvkeep": {"reuse": "message 14 differs"}}
 
-    async def stream(self: completions.Choices, events: Any) -> Any:
+    async def stream(self: completions.CompletionReply, events: Any) -> Any:
         for one in SAID:
             yield one if isinstance(one, str) else self._chunk({"delta": one})
             while not gate.is_set():
@@ -258,7 +258,7 @@ def test_reasoning_calls_and_code_are_shown_and_what_was_reused(tab: Browser, mo
         yield server_sent(last | reuse)
         yield "data: [DONE]\n\n"
 
-    monkeypatch.setattr(completions.Choices, "stream", stream)
+    monkeypatch.setattr(completions.CompletionReply, "stream", stream)
     with serving(keys=[]) as (address, _):
         tab.open(address)
         tab.until("document.querySelector('#method').options.length > 20")

@@ -13,7 +13,7 @@ from kvkeep.decode.answer_form import Answers, Calls
 from kvkeep.decode.answer_format import AnswerFormat
 from kvkeep.engine.pieces import TextPiece
 from kvkeep.serve.http import answering
-from kvkeep.serve.http.choices import Choices
+from kvkeep.serve.http.completion_reply import CompletionReply
 from kvkeep.serve.http.conversation import AnswerParts
 from kvkeep.serve.http.errors import api_error
 from kvkeep.serve.http.protocol import Context, Progress
@@ -46,7 +46,7 @@ def streamed(text: str, chat: bool, with_usage: bool) -> list[str]:
 
     async def read() -> str:
         context = Context("tiny", "0" * 32, 7, api_error, Answers(AnswerFormat(), None))
-        reply = Choices(context, 1, with_usage, False, AnswerParts(context, Calls()) if chat else None)
+        reply = CompletionReply(context, 1, with_usage, False, AnswerParts(context, Calls()) if chat else None)
         return "".join([one async for one in reply.stream(events())])
 
     return asyncio.run(read()).splitlines()

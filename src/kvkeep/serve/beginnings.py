@@ -33,7 +33,7 @@ class Beginnings:
         self._model, self._storage = model, storage
         self.ending = False
         """Whether storing ends early, because the server has to end."""
-        self._problem: str | None = None  # why blocks were not stored last time
+        self._problems = dict[str, str]()  # why blocks are not stored, or not used, if the last try failed
 
     def stored(self, session: OpenSession) -> bool:
         """Return whether the beginnings of sessions of this kind are stored."""
@@ -87,13 +87,15 @@ class Beginnings:
         return self._storage.writer.run(lambda: self._trying("are not stored", kept))
 
     def _trying(self, what: str, work: Callable[[], T]) -> T | None:
-        """Return the result of ``work``; if it raises, write a reason to the log that is not there yet, and return
-        None."""
+        """Return the result of ``work``; if it raises, write the reason to the log, unless the last try had the same
+        one, and return None."""
         try:
-            return work()
+            found = work()
         except Exception as error:
             problem = str(error) if isinstance(error, KvkeepError) else place_of(error)
-            if problem != self._problem:
+            if problem != self._problems.get(what):
                 log.warning("Beginnings %s: %s", what, problem)
-            self._problem = problem
+            self._problems[what] = problem
             return None
+        self._problems.pop(what, None)
+        return found

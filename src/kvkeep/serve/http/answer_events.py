@@ -29,7 +29,7 @@ _TOKEN_BYTES, _TOP_BYTES = 250, 150
 
 @dataclass
 class Limits:
-    """Limits of one key."""
+    """The limits of every key, and the running requests of each."""
 
     answers: int | None = None
     """Simultaneous requests, including waiting ones; None: no limit."""

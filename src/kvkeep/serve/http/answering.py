@@ -95,6 +95,7 @@ class Answering:
         owner, hold = request.state.owner, request.state.hold
         self.limits.check(owner)  # before anything that grows with the body
         name = None if body.kvkeep.session is None else (owner, body.kvkeep.session)
+        self._check(body)
         cache = await asyncio.to_thread(self._cache, name, body)
         encoding = self.encode(body.given, hold.bytes, owner)
         encoded_prompt = await (encoding if kept else unless_disconnected(request, encoding))
@@ -104,7 +105,6 @@ class Answering:
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form, answers)
         hold.tokens(len(prompt))
         limit = self._max_tokens(body.token_limit, prompt, cache)
-        self._check_bias(body.bias)
         asks = body.asks(prompt, limit, self.sampling, grammar, answers)
         notes = [*encoded_prompt.notes, *_notes(answers, body.calls(), grammar)]
         reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages, notes)
@@ -117,9 +117,6 @@ class Answering:
         stream, named = body.stream, bool(body.cache())
         if not stream:
             _check_logprobs(asks)
-        if name is not None and len(asks) > 1:
-            sentence = "'n' is above 1, but a session continues with one answer; leave out one of them."
-            raise APIError(400, sentence, "invalid_value", "n")
         del body  # its texts, while the answer waits
         submit = partial(self.engine.submit, name=name, owner=owner, names_cache=named, **cache)
         running = list[AnswerEvents]()
@@ -172,9 +169,13 @@ class Answering:
             sentence = f"The model '{name}' does not exist; this server has '{self.model}'."
             raise APIError(404, sentence, "model_not_found", "model")
 
-    def _check_bias(self, bias: Mapping[int, float]) -> None:
+    def _check(self, body: AnswerRequest) -> None:
+        """Raise APIError for fields that this model does not have, or that do not go together."""
+        if body.kvkeep.session is not None and body.count > 1:
+            sentence = "'n' is above 1, but a session continues with one answer; leave out one of them."
+            raise APIError(400, sentence, "invalid_value", "n")
         size = self.engine.geometry.vocab_size
-        if any(token >= size for token in bias):
+        if any(token >= size for token in body.bias):
             sentence = f"'logit_bias' has an id that is not in the model's vocabulary of {size} tokens."
             raise APIError(400, sentence, "invalid_value", "logit_bias")
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 
 from kvkeep.decode.answer_form import Answers
 from kvkeep.decode.answer_format import AnswerFormat
-from kvkeep.serve.http.choices import Choices
+from kvkeep.serve.http.completion_reply import CompletionReply
 from kvkeep.serve.http.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -96,9 +96,9 @@ class CompletionRequest(AnswerRequest):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def choice(self, context: Context, logprobs: bool, parts: AnswerParts | None = None) -> Choices:
+    def choice(self, context: Context, logprobs: bool, parts: AnswerParts | None = None) -> CompletionReply:
         """Return the reply with one of the answers."""
-        return Choices(context, self.n, self.usage_in_stream, logprobs, parts)
+        return CompletionReply(context, self.n, self.usage_in_stream, logprobs, parts)
 
     @property
     def token_limit(self) -> int | None:

@@ -1,6 +1,7 @@
 """What protocols share: the fields of a request, its prompt, and what a reply is.
 
-A protocol is one file, with its requests and its replies. Any field that is not declared is an error that names it.
+The requests of a protocol are one file; its replies are beside them, or a file of their own. Any field that is not
+declared is an error that names it.
 """
 
 from __future__ import annotations

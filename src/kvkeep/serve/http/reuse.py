@@ -22,7 +22,7 @@ class AnswerRecords:
 
     def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._size, self._ends = tokenizer, size, frozenset(ends)
-        self._model = fingerprint_of_tokenizer(tokenizer)
+        self._space = fingerprint_of_tokenizer(tokenizer)
 
     def remember(
         self, records: OwnerRecords, message: Mapping[str, Any], answer: Finished, format: AnswerFormat
@@ -37,14 +37,14 @@ class AnswerRecords:
             answer = replace(answer, reasoning=reasoning_tokens(texts, reasoning, end))
         for name in (record["key"], *(one["id"] for one in message.get("tool_calls", ()))):
             if ids and answer.stop is None:
-                records.put(f"{self._model} {name}", record)
+                records.put(f"{self._space} {name}", record)
         return answer
 
     def find(self, records: OwnerRecords, message: Mapping[str, Any]) -> Generated | None:
         """Return an answer as it was generated: by the id of a call, or by what it says."""
         key = answer_key(message)
         for name in (*(one["id"] for one in message.get("tool_calls", ())), key):
-            found = records.get(f"{self._model} {name}")
+            found = records.get(f"{self._space} {name}")
             if found is not None and found.get("key") == key and max(found["ids"]) < self._size:
                 return Generated(found["ids"], found.get("spoken", 0), found.get("reasoning", ""))
         return None

@@ -18,7 +18,7 @@ from kvkeep.serve.session import Finished
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Choices:
+class CompletionReply:
     """The reply with one answer to a request: one choice of ``count``. usage: whether a stream ends with the
     numbers of tokens. logprobs: whether there are log-probabilities. parts: those of
     an answer of a conversation; None: it continues a text."""
