@@ -35,6 +35,7 @@ def test_a_day_is_played_killed_continued_and_reported(run: Run, model: str, tmp
     (day,) = json.loads(out)["days"]
     assert (day["requests"], day["failures"], day["interrupted"]) == (12, 0, [])
     assert 0 < day["again"] < day["reusable"] < day["prompt"] and day["again"] < day["read"] < day["prompt"]
+    assert day["repeated_s"] > 0 and day["repeated_restarted_s"] > 0
     assert day["first_after_kill_s"] > 0 and day["start_s"] > 0 and day["peak_bytes"] > day["anonymous_bytes"] > 10**7
 
     path = records / "kvkeep.jsonl"
@@ -46,6 +47,9 @@ def test_a_day_is_played_killed_continued_and_reported(run: Run, model: str, tmp
     before = {one["conversation"]: one["prompt"] for one in answers[:-1]}
     assert answers[-1]["reusable"] >= before["second"]  # its conversation, by the last request
 
+    repeats = [line["repeat"] for line in lines if "repeat" in line]
+    assert [one["restarted"] for one in repeats] == [False, True]
+    assert all(one["cached"] == one["prompt"] - 1 for one in repeats)
     kept = [line for line in lines if "answer" not in line or line["answer"]["number"] < 10]
     path.write_text("".join(json.dumps(line) + "\n" for line in kept))
     code, out, err = run(*given)

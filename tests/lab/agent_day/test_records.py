@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvkeep_lab.agent_day.records import Answered, DayRecords, Started
+from kvkeep_lab.agent_day.records import Answered, DayRecords, Repeated, Started
 
 from kvkeep.errors import StoreError
 
@@ -13,8 +13,7 @@ MESSAGE = {"role": "assistant", "content": "é\u2028"}
 
 
 def answered(number: int, read: int, reusable: int = 1000, prompt: int = 2000, **fields: object) -> Answered:
-    first = 0.25 + read / 100  # a hundredth of a second for a token, after a quarter
-    given = {"prompt": prompt, "cached": prompt - read, "reusable": reusable, "first_s": first, "seconds": 2.0}
+    given = {"prompt": prompt, "cached": prompt - read, "reusable": reusable, "first_s": 0.25, "seconds": 2.0}
     return Answered(number, "first", "text", MESSAGE, **(given | fields))  # type: ignore[arg-type]
 
 
@@ -40,10 +39,12 @@ def test_the_report_counts_reusable_tokens_that_were_read_again(tmp_path: Path) 
     records.started(Started(4, True, 3.0))
     records.answered(answered(4, 1200, first_s=12.75))
     records.answered(answered(5, 0, error="500: no", first_s=None))
-    found = records.summary("a", 9)
+    records.repeated(Repeated(False, 9, 8, 0.5))
+    records.repeated(Repeated(True, 9, 8, 0.75))
+    found = DayRecords(records.path).summary("a", 9)
     assert (found.reusable, found.again, found.reused) == (4000, 700, 1 - 700 / 4000)
     assert (found.requests, found.planned, found.failures, found.interrupted) == (6, 9, 1, [])
-    assert found.begin_s == pytest.approx(0.25) and found.begin_after_kill_s == pytest.approx(0.75)
+    assert (found.repeated_s, found.repeated_restarted_s) == (0.5, 0.75)
     assert found.first_after_kill_s == 12.75 and found.start_s == 3.0 and found.seconds == 15.0
     again = [(one.after, one.requests, one.reusable, one.again) for one in found.kinds]
     assert again == [("nothing", 1, 0, 0), ("a text", 4, 4000, 500), ("the kill", 1, 1000, 200)]

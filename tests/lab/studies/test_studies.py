@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import WORDS
 from families import tiny
-from kvkeep_lab.agent_day.records import Answered, DayRecords
+from kvkeep_lab.agent_day.records import Answered, DayRecords, Repeated
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
 from kvkeep_lab.shapes import config_of, weights_of
 from kvkeep_lab.studies import STUDIES
@@ -116,6 +116,7 @@ def played(study: AgentDay, model: str, folder: Path) -> AgentDay:
     for number in range(study.requests):
         message = {"role": "assistant", "content": "the"}
         records.answered(Answered(number, "first", "text", message, None, 9, 3 + number % 3, 4, 1, 0.5, 1.0))
+    records.repeated(Repeated(True, 9, 8, 0.5))
     return study.model_copy(update={"records": str(folder)})
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from kvkeep_lab.agent_day.day import Day, DayRequest
+from kvkeep_lab.agent_day.day import MAIN, Day, DayRequest
 from kvkeep_lab.agent_day.prefixes import Prefixes
-from kvkeep_lab.agent_day.records import Answered, DayRecords, Started
+from kvkeep_lab.agent_day.records import Answered, DayRecords, Repeated, Started
 from kvkeep_lab.peers.servers import Running, Server
 
 TIMEOUT_S = 3600.0
@@ -31,13 +31,15 @@ class DayPlayer:
     def __init__(self, day: Day, prefixes: Prefixes, records: DayRecords, say: Callable[[str], None]) -> None:
         self._day, self._prefixes, self._records, self._say = day, prefixes, records, say
         self._messages: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._last: tuple[str, list[dict[str, Any]]] | None = None  # the main agent's last conversation and prompt
         for one in records.answers:
             request = day.requests[one.number]
             self._finish(request, self._prompt(request), one)
 
-    def play(self, server: Server) -> None:
-        """Play the requests that are left, and kill the server where the day does. Raises KvkeepError if the server
-        does not start, StoreError if the records cannot be written."""
+    def play(self, server: Server, keeps: bool) -> None:
+        """Play the requests that are left, and kill the server where the day does; send the last prompt of the main
+        agent again. keeps: the server has it also after another start. Raises KvkeepError if the server does not start,
+        StoreError if the records cannot be written."""
         killed, end = self._day.killed, len(self._day.requests)
         for part in (range(killed), range(killed, end)):
             left = part[max(0, len(self._records.answers) - part.start) :]
@@ -50,6 +52,23 @@ class DayPlayer:
                 if left.stop < end:
                     time.sleep(IDLE_S)
                     running.kill()
+                else:
+                    self._repeat(server, running, restarted=False)
+        if keeps and self._records.repeated_s(True) is None:
+            with _started(server) as (running, _):
+                self._repeat(server, running, restarted=True)
+                if self._records.repeated_s(False) is None:
+                    self._repeat(server, running, restarted=False)
+
+    def _repeat(self, server: Server, running: Running, restarted: bool) -> None:
+        """Send the main agent's last prompt again, and record the time to the first token of an answer."""
+        assert self._last is not None
+        conversation, messages = self._last
+        tools = [*self._day.conversations[conversation].tools]
+        body = {"messages": messages, "max_tokens": 1, "temperature": 0, "tools": tools, "tool_choice": "auto"}
+        given = _ask(f"{running.url}", server.model, body)
+        if not given.get("error"):
+            self._records.repeated(Repeated(restarted, given["prompt"], given["cached"], given["first_s"]))
 
     def _answered(self, server: Server, running: Running, request: DayRequest) -> Answered:
         """Return a request's record."""
@@ -92,6 +111,8 @@ class DayPlayer:
         if not one.error:
             self._prefixes.add(messages, tools, None if "reasoning_content" in one.message else received)
         self._messages[request.conversation] = [*messages, _sent_back(request, received)]
+        if request.conversation in MAIN:
+            self._last = request.conversation, messages
 
 
 def _result(call: str, text: str) -> dict[str, Any]:

@@ -1,21 +1,16 @@
-"""The file of a server's day: a line about the run, a line for each request, and one for each start of the server."""
+"""The file of a server's day: a line about the run, one for each request and each start of the server, and those of the
+last prompt, which is sent again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import numpy as np
-
 from kvkeep.errors import StoreError, reason_of
-from kvkeep_lab.agent_day.day import MAIN
-
-NEARBY_TOKENS = 4096
-"""Requests that read at most so many tokens tell the time before reading begins."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +65,20 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """The last prompt of the main agent, sent again: only its last token has to be read."""
+
+    restarted: bool
+    """The server has just been started again."""
+    prompt: int
+    """Tokens of the prompt."""
+    cached: int
+    """Tokens that the server did not read."""
+    first_s: float
+    """Seconds to the first token."""
+
+
+@dataclass(frozen=True)
 class ReadAgain:
     """Requests of one kind, and their tokens."""
 
@@ -108,11 +117,10 @@ class PlayedDay:
     """Seconds to the first token: the median."""
     first_p95_s: float | None
     first_after_kill_s: float | None
-    begin_s: float | None
-    """Seconds until a turn's own tokens begin to be read, in the main conversations: the time to the first token,
-    less that of the tokens, both by a line through the texts that read at most :data:`NEARBY_TOKENS`."""
-    begin_after_kill_s: float | None
-    """The same of the first request after the kill."""
+    repeated_s: float | None
+    """Seconds to the first token of a prompt that was just answered."""
+    repeated_restarted_s: float | None
+    """The same, as the first request after a start of the server."""
     start_s: float | None
     """Seconds of the start after the kill."""
     seconds: float
@@ -135,10 +143,12 @@ class DayRecords:
         self.about: dict[str, Any] = {}
         self.answers: list[Answered] = []
         self.starts: list[Started] = []
+        self.repeats: list[Repeated] = []
         kinds: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "about": lambda line: self.about.update(line),
             "answer": lambda line: self.answers.append(Answered(**line)),
             "start": lambda line: self.starts.append(Started(**line)),
+            "repeat": lambda line: self.repeats.append(Repeated(**line)),
         }
         text = path.read_text("utf-8") if path.exists() else ""
         complete, _, cut_off = text.rpartition("\n")  # by a kill
@@ -150,7 +160,7 @@ class DayRecords:
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """Write the line about the run into an empty file. Raises StoreError if it cannot be written."""
-        self.about, self.answers, self.starts = dict(about), [], []
+        self.about, self.answers, self.starts, self.repeats = dict(about), [], [], []
         self._append("about", self.about, "w")
 
     def answered(self, one: Answered) -> None:
@@ -162,6 +172,15 @@ class DayRecords:
         """Add a start. Raises StoreError."""
         self.starts.append(one)
         self._append("start", asdict(one))
+
+    def repeated(self, one: Repeated) -> None:
+        """Add a prompt that was sent again. Raises StoreError."""
+        self.repeats.append(one)
+        self._append("repeat", asdict(one))
+
+    def repeated_s(self, restarted: bool) -> float | None:
+        """Return the seconds to the first token of the prompt that was sent again; None: none was."""
+        return next((one.first_s for one in self.repeats if one.restarted is restarted), None)
 
     def _append(self, kind: str, values: Mapping[str, Any], mode: str = "a") -> None:
         try:
@@ -177,8 +196,6 @@ class DayRecords:
         killed = next((one for one in self.starts if one.killed), None)
         first = [one.first_s for one in good if one.first_s is not None]
         after = None if killed is None else next((one for one in good if one.number == killed.number), None)
-        begin_s, token_s = _line([one for one in good if one is not after])
-        after_s = None if after is None else after.first_s
         return PlayedDay(
             server,
             self.about,
@@ -195,9 +212,9 @@ class DayRecords:
             sum(one.again for one in good),
             median(first) if first else None,
             quantiles(first, n=20)[-1] if len(first) > 1 else None,
-            after_s,
-            begin_s,
-            None if token_s is None or after is None or after_s is None else max(0.0, after_s - token_s * after.read),
+            None if after is None else after.first_s,
+            self.repeated_s(False),
+            self.repeated_s(True),
             None if killed is None else killed.seconds,
             sum(one.seconds for one in self.answers) + (killed.seconds if killed else 0.0),
             max((one.peak_bytes for one in self.answers), default=0),
@@ -216,14 +233,3 @@ class DayRecords:
             ReadAgain(after, len(some), sum(one.reusable for one in some), sum(one.again for one in some))
             for after, some in found.items()
         ]
-
-
-def _line(answers: Sequence[Answered]) -> tuple[float | None, float | None]:
-    """Return the seconds before a turn's tokens are read, and the seconds of a token, by least squares. The first piece
-    of a call comes after its name, so only texts count."""
-    texts = [one for one in answers if one.conversation in MAIN and one.kind != "call"]
-    near = [one for one in texts if one.read <= NEARBY_TOKENS and one.first_s is not None]
-    if len({one.read for one in near}) < 3:
-        return None, None
-    token_s, begin_s = np.polyfit(np.array([one.read for one in near]), np.array([one.first_s for one in near]), 1)
-    return max(0.0, float(begin_s)), float(token_s)

@@ -126,7 +126,7 @@ class AgentDay(Study):
                 f"The run in '{path}' was interrupted, and {name} keeps nothing that would let it continue: add "
                 "--fresh to repeat it."
             )
-        DayPlayer(day, Prefixes(trial.tokenizer), records, trial.say).play(server)
+        DayPlayer(day, Prefixes(trial.tokenizer), records, trial.say).play(server, keeps)
         return records.summary(name, self.requests)
 
     @property
@@ -150,15 +150,15 @@ class AgentDay(Study):
             f"A day of {self.requests} requests, a start of {self.start:,} tokens",
             [
                 *("server", "requests", "failed", "calls", "written", "read", "reusable", "read again", "reused"),
-                *("first token s", "p95", "after the kill", "begins s", "after the kill", "start s", "in all s"),
+                *("first token s", "p95", "after the kill", "repeated s", "after a start", "start s", "in all s"),
                 *("peak RSS", "anonymous"),
             ],
             notes=[
                 "Calls: answers with a call, of those that had to have one. Written, read: tokens. Read again: tokens "
-                "among the reusable ones that were read again. First token: median of all requests. Begins: time to "
-                "the first token without reading the turn's own tokens, by a line through the main conversations' "
-                "answers that are texts. Start: until the server was ready after the kill. In all: all requests, and "
-                "that start. Peak RSS includes the model's and the store's files.",
+                "among the reusable ones that were read again. First token: median of all requests. Repeated: time to "
+                "the first token when the main agent's last prompt is sent again, so that only its last token is read; "
+                "at once, and as the first request after a start. Start: until the server was ready after the kill. In "
+                "all: all requests, and that start. Peak RSS includes the model's and the store's files.",
                 *(
                     f"`{day.server}` was interrupted and started again before request {number + 1}."
                     for day in found.days
@@ -167,7 +167,7 @@ class AgentDay(Study):
             ],
         )
         for day in found.days:
-            times = (day.first_s, day.first_p95_s, day.first_after_kill_s, day.begin_s, day.begin_after_kill_s)
+            times = (day.first_s, day.first_p95_s, day.first_after_kill_s, day.repeated_s, day.repeated_restarted_s)
             table.rows.append(
                 [
                     f"`{day.server}`",
