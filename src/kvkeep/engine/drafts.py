@@ -11,11 +11,11 @@ that they are right.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvkeep import report
 from kvkeep.cache import KeepCache
@@ -50,31 +50,33 @@ class Copy(NamedTuple):
 
 
 class CopiedText:
-    """The tokens of a text, by trigram."""
+    """The tokens of a text. Its memory is that of the tokens: they are searched, and not indexed."""
 
-    def __init__(self, tokens: Iterable[int]) -> None:
-        self._tokens: list[int] = []
-        self._after = defaultdict[tuple[int, ...], list[int]](list)  # trigram: the indices after its occurrences
-        for token in tokens:
-            self.add(token)
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = np.array(tokens, np.int32)  # grows; the first `_length` are the text
+        self._length = len(tokens)
 
     def add(self, token: int) -> None:
         """Append a token."""
-        self._tokens.append(token)
-        self._after[tuple(self._tokens[-GRAM:])].append(len(self._tokens))
+        if self._length == len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * self._length + LONGEST)
+        self._tokens[self._length] = token
+        self._length += 1
 
     def copy(self, count: int) -> Copy:
         """Return at most ``count`` tokens that followed the longest earlier occurrence of the last ones. A copy that
         reaches the end of the text repeats."""
-        text, end = self._tokens, len(self._tokens)
-        best = Copy((), 0)
-        for source in islice(reversed(self._after[tuple(text[-GRAM:])]), 1, 1 + OCCURRENCES):
-            match = GRAM
-            while match < min(LONGEST_MATCH, source) and text[source - 1 - match] == text[end - 1 - match]:
-                match += 1
+        text, end, best = self._tokens[: self._length], self._length, Copy((), 0)
+        hits = np.full(max(0, end - GRAM), True)
+        for number in range(GRAM if len(hits) else 0):
+            hits &= text[number : end - GRAM + number] == text[end - GRAM + number]
+        for start in reversed(np.flatnonzero(hits)[-OCCURRENCES:]):
+            source = start + GRAM
+            most = min(LONGEST_MATCH, source)
+            same = text[source - most : source][::-1] == text[end - most : end][::-1]
+            match = most if same.all() else int(same.argmin())
             if match > best.match:
-                period = end - source
-                best = Copy([text[source + number % period] for number in range(count)], match)
+                best = Copy(text[source + np.arange(count) % (end - source)].tolist(), match)
         return best
 
 
