@@ -31,7 +31,7 @@ from kvkeep.serve.http.app import application
 from kvkeep.serve.session import peak_bytes
 from kvkeep.serve.session_pool import SessionPool
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 2
 """The number of tokens of the prompt and of the answer that are made before the first request."""
 
 
