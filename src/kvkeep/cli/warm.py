@@ -76,9 +76,8 @@ def warm(
         prompt = recorded_prompt(text, file) if file.endswith(".json") else text
         given: dict[str, Any] = {
             "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
-            "memory": conversation.memory, "sessions": store_folder(sessions).absolute(), "quota": quota, "age": None,
-            "waiting": 1, "answers": None, "time": None, "cors": (), "log_requests": False, "at_end": None,
-            "capacity": None, "drafts": True, "as_sent": conversation.as_sent,
+            "memory": conversation.memory, "sessions": store_folder(sessions).absolute(), "quota": quota,
+            "as_sent": conversation.as_sent,
         }  # fmt: skip
         service = Service.parse(given, conversation.cache(), ())
     service.store()

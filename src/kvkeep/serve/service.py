@@ -6,6 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from fastapi import FastAPI
@@ -33,6 +34,12 @@ from kvkeep.serve.session_pool import SessionPool
 
 WARM_UP_TOKENS = 2
 """The number of tokens of the prompt and of the answer that are made before the first request."""
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType({
+    **dict.fromkeys(("device", "pre", "memory", "sessions", "quota", "age", "answers", "time", "at_end", "capacity")),
+    "weights": "auto", "waiting": 64, "cors": (), "drafts": True, "as_sent": False, "log_requests": False,
+})  # fmt: skip
+"""Options of a process that are not given."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,9 @@ class Service:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Self:
-        """Parse the options of ``kvkeep serve`` by name; None: not set. cache: default cache options of a session.
-        Raises UsageError."""
+        """Parse the options of ``kvkeep serve`` by name; None: not set. Those that are left out are :data:`DEFAULTS`.
+        cache: default cache options of a session. Raises UsageError."""
+        given = {**DEFAULTS, **given}
         request, at_end = Request.parse(**cache), given["at_end"]
         if at_end is not None:
             check_keeps(request)
