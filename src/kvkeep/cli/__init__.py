@@ -21,9 +21,9 @@ COMMANDS = {
     "chat": ("kvkeep.cli.chat.command:chat", "Chat with a model in the terminal, and save the conversation."),
     "serve": (
         "kvkeep.cli.serve.command:serve",
-        "Serve conversations to OpenAI clients over HTTP, all within one memory limit.",
+        "Serve conversations to clients of OpenAI and Anthropic over HTTP, all within one memory limit.",
     ),
-    "warm": ("kvkeep.cli.warm:warm", "Read a long text ahead, so that the next server begins with it."),
+    "warm": ("kvkeep.cli.warm:warm", "Prefill a long text, so that the next server begins with it."),
     "agent": ("kvkeep.cli.agent:agent", "Run Claude Code, Codex, opencode or Qwen Code on this machine's server."),
     "cache": (
         "kvkeep.cli.cache:app",

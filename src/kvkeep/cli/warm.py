@@ -42,7 +42,7 @@ def warm(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Read a long text ahead, so that the next server begins with it.
+    """Prefill a long text, so that the next server begins with it.
 
     Give the same options as for the server. Ctrl-C stores the part that was read; the same command reads the rest.
     """

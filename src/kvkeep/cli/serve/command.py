@@ -43,7 +43,7 @@ def serve(
     store: StoreOptions,
     processes: ProcessOptions,
 ) -> None:
-    """Serve conversations to OpenAI clients over HTTP, all within one memory limit.
+    """Serve conversations to clients of OpenAI and Anthropic over HTTP, all within one memory limit.
 
     API keys come from KVKEEP_API_KEYS (separated by commas) and from --keys. A server that other machines can reach
     needs a key: without one it makes a key, saves it in the user's data folder and uses it from then on.
