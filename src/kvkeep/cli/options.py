@@ -110,7 +110,7 @@ Chunk = Annotated[
     Option(
         metavar="N",
         help="Prompt tokens processed in one pass.",
-        show_default="512, or the budget if smaller",
+        show_default="up to 1,024 with an exact method, else 512; or the budget if smaller",
         rich_help_panel=CACHE,
     ),
 ]
