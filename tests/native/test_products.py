@@ -23,7 +23,10 @@ def made(kind: str, outputs: int, blocks: int) -> Blocks:
     if kind == "BF16":
         return Blocks(kind, torch.randn(outputs, 32 * blocks).bfloat16().view(torch.uint8))
     rows = torch.randint(0, 256, (outputs, blocks, about.size)).to(torch.uint8)
-    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2
+    if kind == "MXFP4":
+        rows[..., 0] = 122 + rows[..., 0] % 4
+        return Blocks(kind, rows.flatten(1))
+    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS") else 2
     scales = (torch.rand(outputs, blocks, halves) / 16 + 0.01).half().view(torch.uint8)
     rows[..., -2:] = scales if kind == "Q6_K" else rows[..., -2:]
     if kind != "Q6_K":

@@ -44,9 +44,30 @@ template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
   }
 }
 
+// The values of codes, 16 of them.
+#if defined(KVKEEP_AVX512)
+INLINE I values_of(I codes, const int8_t* values) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)), codes);
+}
+#elif defined(KVKEEP_AVX2)
+INLINE I values_of(I codes, const int8_t* values) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)), codes);
+}
+#elif defined(KVKEEP_NEON)
+INLINE I values_of(I codes, const int8_t* values) {
+  return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(values), vreinterpretq_u8_s32(codes)));
+}
+#else
+INLINE I values_of(I codes, const int8_t* values) {
+  uint32_t found = 0;
+  for (int b = 0; b < 4; b++) found |= uint32_t(uint8_t(values[uint32_t(codes) >> 8 * b & 15])) << 8 * b;
+  return I(found);
+}
+#endif
+
 // ---- integer sums of dwords FROM .. TO ------------------------------------------------------------------------------
 //
-// Codes of up to 6 bits are unsigned, those of 8 bits signed. VNNI multiplies unsigned bytes by signed ones: for codes
+// Codes of up to 6 bits are unsigned, those of 8 bits and the values of a table signed. VNNI multiplies unsigned bytes by signed ones: for codes
 // of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted from the result.
 
 #if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)

@@ -15,6 +15,12 @@ namespace {
 
 // ---- scales of a group, W outputs -----------------------------------------------------------------------------------
 
+// 2^(exponent - 128), as the product of two powers that are not too small.
+INLINE F power_of_two(I exponent) {
+  const I half = ishr<1>(exponent), bias = iset(127 - 64);
+  return fmul(as_f(ishl<23>(iadd(half, bias))), as_f(ishl<23>(iadd(isub(exponent, half), bias))));
+}
+
 template <int KIND> struct Unit {  // one unit of a panel, for the outputs from `lane` on
   static constexpr KindLayout L = LAYOUTS[KIND];
   static constexpr int GROUPS = L.unit / 32;
@@ -25,6 +31,11 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
     Unit u;
     u.codes = unit + 4 * lane;
     u.scales = unit + GROUPS * L.group_bytes + lane;
+    if constexpr (KIND == KV_MXFP4) {
+      u.scale = power_of_two(ubytes_to_int(u.scales));
+      u.offset = fset(0.0f);
+      return u;
+    }
     const uint16_t* halves = (const uint16_t*)(unit + L.unit_bytes - (L.offsets ? 64 : 32)) + lane;
     u.scale = hload(halves);
     u.offset = L.offsets ? hload(halves + 16) : fset(0.0f);
@@ -32,6 +43,7 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
   }
   // Of 6 bits times float16: exact.
   __attribute__((always_inline)) F scale_of(int g) const {
+    if constexpr (KIND == KV_IQ4_XS) return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * g)));
     return GROUPS == 1 ? scale : fmul(scale, to_float(ubytes_to_int(scales + 16 * g)));
   }
   __attribute__((always_inline)) F half_scale_of(int half) const {
@@ -58,8 +70,16 @@ template <int KIND> INLINE Scales scales_of(const Unit<KIND>& unit, int g) {
   return {first, halves ? unit.half_scale_of(2 * g + 1) : first, LAYOUTS[KIND].offsets ? unit.offset_of(g) : first};
 }
 
+// What codes stand for: dword i of W outputs.
+template <int KIND> INLINE void weights_of(const uint8_t* at, I (&w)[8]) {
+  constexpr KindLayout L = LAYOUTS[KIND];
+  unpack_codes<L.bits>(at, w);
+  if constexpr (L.values != nullptr) { UNROLLED for (int i = 0; i < 8; i++) w[i] = values_of(w[i], L.values); }
+}
+template <int KIND> constexpr int bits_of() { return LAYOUTS[KIND].values ? 8 : LAYOUTS[KIND].bits; }
+
 template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const int8_t* x) {
-  constexpr int BITS = LAYOUTS[KIND].bits;
+  constexpr int BITS = bits_of<KIND>();
   if constexpr (KIND == KV_Q6_K) return {integer_sum<BITS, 0, 4>(w, x, base), integer_sum<BITS, 4, 8>(w, x, base)};
   const I all = integer_sum<BITS, 0, 8>(w, x, base);
   return {all, all};
@@ -107,8 +127,8 @@ static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, i
       if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
-        unpack_codes<L.bits>(unit[v].codes + g * L.group_bytes, w);
-        const I base = base_of<L.bits>(w);
+        weights_of<KIND>(unit[v].codes + g * L.group_bytes, w);
+        const I base = base_of<bits_of<KIND>()>(w);
         const Scales scales = scales_of<KIND>(unit[v], g);
         UNROLLED for (int r = 0; r < R; r++)
           sums[v][r] = add_group<KIND>(sums[v][r], sums_of<KIND>(w, base, x[r].codes), x[r], scales);
@@ -129,8 +149,8 @@ static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, 
     const Unit<KIND> unit = Unit<KIND>::at(panel, lane);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += rows) {
       I w[8];
-      unpack_codes<L.bits>(unit.codes + g * L.group_bytes, w);
-      const I base = base_of<L.bits>(w);
+      weights_of<KIND>(unit.codes + g * L.group_bytes, w);
+      const I base = base_of<bits_of<KIND>()>(w);
       const Scales scales = scales_of<KIND>(unit, g);
       auto add = [&](int r, const IntegerSums& integers) {
         fstore(sums + r * W, add_group<KIND>(fload(sums + r * W), integers, x[r], scales));
@@ -222,6 +242,9 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
     case KV_Q8_0: return rows_of_panel<KV_Q8_0>;
     case KV_Q4_K: return rows_of_panel<KV_Q4_K>;
     case KV_Q5_K: return rows_of_panel<KV_Q5_K>;
+    case KV_IQ4_NL: return rows_of_panel<KV_IQ4_NL>;
+    case KV_IQ4_XS: return rows_of_panel<KV_IQ4_XS>;
+    case KV_MXFP4: return rows_of_panel<KV_MXFP4>;
     default: return rows_of_panel<KV_Q6_K>;
   }
 }

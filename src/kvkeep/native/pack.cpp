@@ -18,7 +18,7 @@ namespace {
 struct BlockParts {  // one block of a row: its codes (unsigned where there is a zero point), scales and offsets
   uint8_t codes[256];
   uint8_t scales[16], offsets[8];  // of groups, in K kinds
-  uint16_t scale, offset;          // float16
+  uint16_t scale, offset;          // float16; the scale of MXFP4 is an exponent
 };
 
 // The low nibbles of `width` bytes, then their high ones, and so on.
@@ -68,6 +68,15 @@ void read_block(int64_t kind, const uint8_t* block, BlockParts& u) {
       return;
     }
     case KV_Q8_0: memcpy(&u.scale, block, 2); memcpy(u.codes, block + 2, 32); return;
+    case KV_IQ4_NL: memcpy(&u.scale, block, 2); unpack_nibbles(block + 2, 16, 16, u.codes); return;
+    case KV_MXFP4: u.scale = block[0]; unpack_nibbles(block + 1, 16, 16, u.codes); return;
+    case KV_IQ4_XS:
+      memcpy(&u.scale, block, 2);
+      for (int g = 0; g < 8; g++) {
+        const int high = (block[2 + g / 4] >> g % 4 * 2) & 3, low = (block[4 + g / 2] >> g % 2 * 4) & 15;
+        u.scales[g] = uint8_t((high << 4 | low) - 32);
+      }
+      return unpack_nibbles(block + 8, 128, 16, u.codes);
     case KV_Q4_K:
     case KV_Q5_K: {
       memcpy(&u.scale, block, 2);
@@ -105,6 +114,16 @@ void write_block(int64_t kind, const BlockParts& u, uint8_t* block) {
       return;
     }
     case KV_Q8_0: memcpy(block, &u.scale, 2); memcpy(block + 2, u.codes, 32); return;
+    case KV_IQ4_NL: memcpy(block, &u.scale, 2); pack_nibbles(u.codes, 16, 16, block + 2); return;
+    case KV_MXFP4: block[0] = uint8_t(u.scale); pack_nibbles(u.codes, 16, 16, block + 1); return;
+    case KV_IQ4_XS:
+      memcpy(block, &u.scale, 2);
+      for (int g = 0; g < 8; g++) {
+        const int scale = int8_t(u.scales[g]) + 32;
+        block[2 + g / 4] |= uint8_t((scale >> 4) << g % 4 * 2);
+        block[4 + g / 2] |= uint8_t((scale & 15) << g % 2 * 4);
+      }
+      return pack_nibbles(u.codes, 128, 16, block + 8);
     case KV_Q4_K:
     case KV_Q5_K: {
       memcpy(block, &u.scale, 2);
@@ -173,6 +192,7 @@ void write_unit(int64_t kind, const BlockParts& u, int lane, uint8_t* unit) {
       rest += 128;
     }
   }
+  if (kind == KV_MXFP4) { rest[lane] = uint8_t(u.scale); return; }
   memcpy(rest + lane * 2, &u.scale, 2);
   if (l.offsets) memcpy(rest + 32 + lane * 2, &u.offset, 2);
 }
@@ -190,21 +210,32 @@ void read_unit(int64_t kind, const uint8_t* unit, int lane, BlockParts& u) {
       rest += 128;
     }
   }
-  memcpy(&u.scale, rest + lane * 2, 2);
   u.offset = 0;
+  if (kind == KV_MXFP4) { u.scale = rest[lane]; return; }
+  memcpy(&u.scale, rest + lane * 2, 2);
   if (l.offsets) memcpy(&u.offset, rest + 32 + lane * 2, 2);
 }
 
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+bool is_finite(int64_t kind, const BlockParts& u) {
+  if (kind == KV_MXFP4) return u.scale != 255;
+  return is_finite(u.scale) && (!LAYOUTS[kind].offsets || is_finite(u.offset));
+}
+
+float scale_of(int64_t kind, const BlockParts& u) {
+  if (kind != KV_MXFP4) return half_to_float(u.scale);
+  return as_float(u.scale < 2 ? 0x00200000u << u.scale : uint32_t(u.scale - 1) << 23);  // 2^(scale - 128)
+}
 
 void dequantise(int64_t kind, const BlockParts& u, float* row) {
   const KindLayout& l = LAYOUTS[kind];
-  float scale = half_to_float(u.scale), offset = half_to_float(u.offset);
+  float scale = scale_of(kind, u), offset = half_to_float(u.offset);
   for (int i = 0; i < l.unit; i++) {
     float s = scale, o = offset;
     if (kind == KV_Q6_K) s = scale * float(int8_t(u.scales[i / 16]));
+    else if (kind == KV_IQ4_XS) s = scale * float(int8_t(u.scales[i / 32]));
     else if (l.unit == 256) { s = scale * float(u.scales[i / 32]); o = -(offset * float(u.offsets[i / 32])); }
-    int code = l.bits == 8 ? int8_t(u.codes[i]) : u.codes[i] - l.zero_point;
+    int code = l.values ? l.values[u.codes[i]] : l.bits == 8 ? int8_t(u.codes[i]) : u.codes[i] - l.zero_point;
     row[i] = l.offsets ? s * float(code) + o : s * float(code);
   }
 }
@@ -250,8 +281,7 @@ KvStatus kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, KvArray from
         }
         if (output < outputs) {
           read_block(kind, row + u * l.block_bytes, unit);
-          if (!is_finite(unit.scale) || (l.offsets && !is_finite(unit.offset)))
-            finite.store(0, std::memory_order_relaxed);
+          if (!is_finite(kind, unit)) finite.store(0, std::memory_order_relaxed);
         }
         write_unit(kind, output < outputs ? unit : nothing, lane, to + u * l.unit_bytes);
       }
