@@ -26,10 +26,11 @@ def made(kind: str, outputs: int, blocks: int) -> Blocks:
     if kind == "MXFP4":
         rows[..., 0] = 122 + rows[..., 0] % 4
         return Blocks(kind, rows.flatten(1))
-    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS") else 2
+    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS") else 2
     scales = (torch.rand(outputs, blocks, halves) / 16 + 0.01).half().view(torch.uint8)
-    rows[..., -2:] = scales if kind == "Q6_K" else rows[..., -2:]
-    if kind != "Q6_K":
+    if kind in ("Q6_K", "Q2_K", "Q3_K"):
+        rows[..., -2 * halves :] = scales
+    else:
         rows[..., : 2 * halves] = scales
     return Blocks(kind, rows.flatten(1))
 

@@ -59,6 +59,8 @@ KINDS = {
     "IQ4_NL": Kind(4, 32, 18, 18),
     "IQ4_XS": Kind(4, 256, 136, 138),
     "MXFP4": Kind(4, 32, 17, 17),
+    "Q2_K": Kind(2, 256, 84, 84),
+    "Q3_K": Kind(3, 256, 110, 110),
 }
 """The kinds that stay quantised in memory. Other kinds are converted to bfloat16."""
 GROUP = 32

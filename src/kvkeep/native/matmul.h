@@ -46,8 +46,19 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
     if constexpr (KIND == KV_IQ4_XS) return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * g)));
     return GROUPS == 1 ? scale : fmul(scale, to_float(ubytes_to_int(scales + 16 * g)));
   }
+  // Of half a group. Q3_K has the low four bits of two halves in a byte, and the high two of four in another.
   __attribute__((always_inline)) F half_scale_of(int half) const {
+    if constexpr (KIND == KV_Q2_K) return fmul(scale, to_float(iand(ubytes_to_int(scales + 16 * half), iset(15))));
+    if constexpr (KIND == KV_Q3_K) {
+      I low = ubytes_to_int(scales + 16 * (half & 7)), high = ubytes_to_int(scales + 16 * (8 + (half & 3)));
+      low = half < 8 ? iand(low, iset(15)) : ishr<4>(low);
+      high = half < 4 ? high : half < 8 ? ishr<2>(high) : half < 12 ? ishr<4>(high) : ishr<6>(high);
+      return fmul(scale, to_float(isub(ior(low, ishl<4>(iand(high, iset(3)))), iset(32))));
+    }
     return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * half)));
+  }
+  __attribute__((always_inline)) F half_offset_of(int half) const {
+    return fmul(fsub(fset(0.0f), offset), to_float(ishr<4>(ubytes_to_int(scales + 16 * half))));
   }
   __attribute__((always_inline)) F offset_of(int g) const {
     return GROUPS == 1 ? offset : fmul(fsub(fset(0.0f), offset), to_float(ubytes_to_int(scales + 128 + 16 * g)));
@@ -55,19 +66,25 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
 };
 
 template <int ZERO> INLINE I without_zero(I sum, int32_t total) {
+  if constexpr (ZERO == 4) return isub(sum, ishl<2>(iset(total)));
   if constexpr (ZERO == 8) return isub(sum, ishl<3>(iset(total)));
   if constexpr (ZERO == 16) return isub(sum, ishl<4>(iset(total)));
   if constexpr (ZERO == 32) return isub(sum, ishl<5>(iset(total)));
   return sum;
 }
 
-struct Scales { F first, second, offset; };  // of a group; `second` is of its second half, for Q6_K
+struct Scales { F first, second, offset, second_offset; };  // of a group; `second` is of its second half
 struct IntegerSums { I first, second; };     // of a row's group: of all of it, or of its halves
 
 template <int KIND> INLINE Scales scales_of(const Unit<KIND>& unit, int g) {
-  const bool halves = KIND == KV_Q6_K;
-  const F first = halves ? unit.half_scale_of(2 * g) : unit.scale_of(g);
-  return {first, halves ? unit.half_scale_of(2 * g + 1) : first, LAYOUTS[KIND].offsets ? unit.offset_of(g) : first};
+  constexpr KindLayout L = LAYOUTS[KIND];
+  if constexpr (L.halves) {
+    const F first = unit.half_scale_of(2 * g), second = unit.half_scale_of(2 * g + 1);
+    if constexpr (L.offsets) return {first, second, unit.half_offset_of(2 * g), unit.half_offset_of(2 * g + 1)};
+    return {first, second, first, first};
+  }
+  const F all = unit.scale_of(g), offset = L.offsets ? unit.offset_of(g) : all;
+  return {all, all, offset, offset};
 }
 
 // What codes stand for: dword i of W outputs.
@@ -80,7 +97,7 @@ template <int KIND> constexpr int bits_of() { return LAYOUTS[KIND].values ? 8 : 
 
 template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const int8_t* x) {
   constexpr int BITS = bits_of<KIND>();
-  if constexpr (KIND == KV_Q6_K) return {integer_sum<BITS, 0, 4>(w, x, base), integer_sum<BITS, 4, 8>(w, x, base)};
+  if constexpr (LAYOUTS[KIND].halves) return {integer_sum<BITS, 0, 4>(w, x, base), integer_sum<BITS, 4, 8>(w, x, base)};
   const I all = integer_sum<BITS, 0, 8>(w, x, base);
   return {all, all};
 }
@@ -89,11 +106,14 @@ template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const in
 template <int KIND> INLINE F add_group(F sum, const IntegerSums& integers, const InputGroup& x, const Scales& scales) {
   constexpr KindLayout L = LAYOUTS[KIND];
   const F by = fset(x.scale);
-  if constexpr (KIND == KV_Q6_K) {
+  if constexpr (L.halves) {
     const I first = without_zero<L.zero_point>(integers.first, x.first_half);
     const I second = without_zero<L.zero_point>(integers.second, x.second_half);
     sum = ffma(fmul(scales.first, by), to_float(first), sum);
-    return ffma(fmul(scales.second, by), to_float(second), sum);
+    sum = ffma(fmul(scales.second, by), to_float(second), sum);
+    if constexpr (!L.offsets) return sum;
+    sum = ffma(scales.offset, fset(x.scale * float(x.first_half)), sum);
+    return ffma(scales.second_offset, fset(x.scale * float(x.second_half)), sum);
   }
   sum = ffma(fmul(scales.first, by), to_float(without_zero<L.zero_point>(integers.first, x.total)), sum);
   return L.offsets ? ffma(scales.offset, fset(x.sum), sum) : sum;
@@ -102,7 +122,7 @@ template <int KIND> INLINE F add_group(F sum, const IntegerSums& integers, const
 #if defined(KVKEEP_I8MM)
 template <int KIND>
 INLINE void sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, IntegerSums& of_x, IntegerSums& of_y) {
-  if constexpr (KIND == KV_Q6_K) {
+  if constexpr (LAYOUTS[KIND].halves) {
     integer_sums_of_two<0, 4>(w, x, y, of_x.first, of_y.first);
     integer_sums_of_two<4, 8>(w, x, y, of_x.second, of_y.second);
   } else
@@ -245,6 +265,8 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
     case KV_IQ4_NL: return rows_of_panel<KV_IQ4_NL>;
     case KV_IQ4_XS: return rows_of_panel<KV_IQ4_XS>;
     case KV_MXFP4: return rows_of_panel<KV_MXFP4>;
+    case KV_Q2_K: return rows_of_panel<KV_Q2_K>;
+    case KV_Q3_K: return rows_of_panel<KV_Q3_K>;
     default: return rows_of_panel<KV_Q6_K>;
   }
 }
