@@ -91,9 +91,9 @@ template <int KIND> INLINE Scales scales_of(const Unit<KIND>& unit, int g) {
 template <int KIND> INLINE void weights_of(const uint8_t* at, I (&w)[8]) {
   constexpr KindLayout L = LAYOUTS[KIND];
   unpack_codes<L.bits>(at, w);
-  if constexpr (L.values != nullptr) { UNROLLED for (int i = 0; i < 8; i++) w[i] = values_of(w[i], L.values); }
+  if constexpr (L.named) { UNROLLED for (int i = 0; i < 8; i++) w[i] = values_of(w[i], L.values); }
 }
-template <int KIND> constexpr int bits_of() { return LAYOUTS[KIND].values ? 8 : LAYOUTS[KIND].bits; }
+template <int KIND> constexpr int bits_of() { return LAYOUTS[KIND].named ? 8 : LAYOUTS[KIND].bits; }
 
 template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const int8_t* x) {
   constexpr int BITS = bits_of<KIND>();

@@ -292,7 +292,7 @@ void dequantise(int64_t kind, const BlockParts& u, float* row) {
     else if (kind == KV_Q3_K) s = scale * float(third_scale(u.scales, i / 16));
     else if (kind == KV_IQ4_XS) s = scale * float(int8_t(u.scales[i / 32]));
     else if (l.unit == 256) { s = scale * float(u.scales[i / 32]); o = -(offset * float(u.offsets[i / 32])); }
-    int code = l.values ? l.values[u.codes[i]] : l.bits == 8 ? int8_t(u.codes[i]) : u.codes[i] - l.zero_point;
+    int code = l.named ? l.values[u.codes[i]] : l.bits == 8 ? int8_t(u.codes[i]) : u.codes[i] - l.zero_point;
     row[i] = l.offsets ? s * float(code) + o : s * float(code);
   }
 }

@@ -27,8 +27,9 @@ struct KindLayout {
   int group_bytes;  // codes of 32 inputs of 16 outputs
   int unit_bytes;
   int block_bytes;  // of one output's unit in a GGUF file
-  const int8_t* values = nullptr;  // of the 16 codes; null: a code is a number
   bool halves = false;             // each half of a group has a scale, and an offset
+  bool named = false;              // a code names one of 16 values
+  const int8_t* values = nullptr;  // these values
 };
 
 constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -43,12 +44,12 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
     {8, 0, false, 32, 512, 544, 34},          // Q8_0
     {4, 0, true, 256, 256, 8 * 256 + 320, 144},   // Q4_K
     {5, 0, true, 256, 320, 8 * 320 + 320, 176},   // Q5_K
-    {6, 32, false, 256, 384, 8 * 384 + 288, 210, nullptr, true},  // Q6_K
-    {4, 0, false, 32, 256, 288, 18, IQ4_VALUES},               // IQ4_NL
-    {4, 0, false, 256, 256, 8 * 256 + 160, 136, IQ4_VALUES},   // IQ4_XS
-    {4, 0, false, 32, 256, 272, 17, E2M1_VALUES},              // MXFP4
-    {2, 0, true, 256, 128, 8 * 128 + 320, 84, nullptr, true},     // Q2_K
-    {3, 4, false, 256, 192, 8 * 192 + 224, 110, nullptr, true},   // Q3_K
+    {6, 32, false, 256, 384, 8 * 384 + 288, 210, true},  // Q6_K
+    {4, 0, false, 32, 256, 288, 18, false, true, IQ4_VALUES},               // IQ4_NL
+    {4, 0, false, 256, 256, 8 * 256 + 160, 136, false, true, IQ4_VALUES},   // IQ4_XS
+    {4, 0, false, 32, 256, 272, 17, false, true, E2M1_VALUES},              // MXFP4
+    {2, 0, true, 256, 128, 8 * 128 + 320, 84, true},     // Q2_K
+    {3, 4, false, 256, 192, 8 * 192 + 224, 110, true},   // Q3_K
 };
 
 constexpr int PANEL = KV_PANEL_OUTPUTS;
