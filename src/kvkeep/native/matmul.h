@@ -3,7 +3,7 @@
 // Inputs are rounded to 8 bits by groups of 32 (inputs.h), a group's products are summed as integers (dot.h), and a
 // row's groups are added in order:
 //   sum = fma(scale of weights * scale of inputs, integer sum, sum), then sum = fma(offset, inputs' sum, sum).
-// With bfloat16 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in the order of inputs.
+// With bfloat16 and float16 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in the order of inputs.
 // Either way an output's bits depend on its row and its weights, and on nothing else.
 #pragma once
 
@@ -216,14 +216,15 @@ static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup
   }
 }
 
-// ---- bfloat16 weights -----------------------------------------------------------------------------------------------
+// ---- weights of 16 bits -----------------------------------------------------------------------------------------------
 
-template <int R> static void float_rows(const uint8_t* panel, int64_t inputs, const float* x, float* out) {
+template <int KIND, int R> static void float_rows(const uint8_t* panel, int64_t inputs, const float* x, float* out) {
   vf sums[R];
   UNROLLED for (int r = 0; r < R; r++) sums[r] = vset(0.0f);
   for (int64_t i = 0; i < inputs; i += 2, panel += 64) {
     if (R == 1) __builtin_prefetch(panel + 2048);
-    const vf even = vpairs_low(panel), odd = vpairs_high(panel);
+    const vf even = KIND == KV_F16 ? vload_half((const uint16_t*)panel) : vpairs_low(panel);
+    const vf odd = KIND == KV_F16 ? vload_half((const uint16_t*)panel + PANEL) : vpairs_high(panel);
     UNROLLED for (int r = 0; r < R; r++) {
       sums[r] = vfma_bf16(even, vset(x[r * inputs + i]), sums[r]);
       sums[r] = vfma_bf16(odd, vset(x[r * inputs + i + 1]), sums[r]);
@@ -232,11 +233,12 @@ template <int R> static void float_rows(const uint8_t* panel, int64_t inputs, co
   UNROLLED for (int r = 0; r < R; r++) vstore(out + r * PANEL, sums[r]);
 }
 
+template <int KIND>
 static void float_rows_of_panel(const uint8_t* panel, int64_t inputs, const float* x, int rows, float* out) {
   int r = 0;
-  for (; r + 4 <= rows; r += 4) float_rows<4>(panel, inputs, x + r * inputs, out + r * PANEL);
-  if (r + 2 <= rows) { float_rows<2>(panel, inputs, x + r * inputs, out + r * PANEL); r += 2; }
-  if (r < rows) float_rows<1>(panel, inputs, x + r * inputs, out + r * PANEL);
+  for (; r + 4 <= rows; r += 4) float_rows<KIND, 4>(panel, inputs, x + r * inputs, out + r * PANEL);
+  if (r + 2 <= rows) { float_rows<KIND, 2>(panel, inputs, x + r * inputs, out + r * PANEL); r += 2; }
+  if (r < rows) float_rows<KIND, 1>(panel, inputs, x + r * inputs, out + r * PANEL);
 }
 
 // ---- a matrix -------------------------------------------------------------------------------------------------------
@@ -272,7 +274,8 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
 }
 
 static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y, int64_t y_stride) {
-  bool floats = m.kind == KV_BF16;
+  const bool floats = !has_blocks(m.kind);
+  const auto of_floats = m.kind == KV_F16 ? float_rows_of_panel<KV_F16> : float_rows_of_panel<KV_BF16>;
   x.prepare(!floats);
   if (!x.data) return;
   RowsOfPanel of_panel = rows_of_kind(m.kind);
@@ -289,7 +292,7 @@ static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y,
       int rows = x.rows_of(tile);
       for (int64_t panel = first; panel < last; panel++) {
         const uint8_t* at = numbers<uint8_t>(m.panels) + panel * size;
-        if (floats) float_rows_of_panel(at, m.inputs, (const float*)x.data + tile * ROW_TILE * m.inputs, rows, out);
+        if (floats) of_floats(at, m.inputs, (const float*)x.data + tile * ROW_TILE * m.inputs, rows, out);
         else of_panel(at, m.inputs, x.tile(tile), rows, out);
         store_outputs(out, rows, bias ? bias + panel * PANEL : nullptr, min64(PANEL, m.outputs - panel * PANEL),
                       y + tile * ROW_TILE * y_stride + panel * PANEL, y_stride);
@@ -300,7 +303,7 @@ static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y,
 }
 
 static void add_needs(const KvMatrix& m, int64_t rows, Needs& needs) {
-  const bool round = m.kind != KV_BF16;
+  const bool round = has_blocks(m.kind);
   if (m.outputs) needs.add(InputRows::kind_of(round), InputRows::bytes_of(round, rows, m.inputs));
 }
 

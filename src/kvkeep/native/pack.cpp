@@ -271,6 +271,17 @@ void read_unit(int64_t kind, const uint8_t* unit, int lane, BlockParts& u) {
   if (l.offsets) memcpy(&u.offset, rest + 32 + lane * 2, 2);
 }
 
+// Two weights of 16 bits, which lie together in a file.
+const uint8_t zeros[4] = {};
+void write_pair(int64_t kind, const uint8_t* pair, int lane, uint8_t* unit) {
+  if (kind == KV_BF16) { memcpy(unit + lane * 4, pair, 4); return; }
+  for (int i = 0; i < 2; i++) memcpy(unit + i * 32 + lane * 2, pair + 2 * i, 2);
+}
+void read_pair(int64_t kind, const uint8_t* unit, int lane, uint8_t* pair) {
+  if (kind == KV_BF16) { memcpy(pair, unit + lane * 4, 4); return; }
+  for (int i = 0; i < 2; i++) memcpy(pair + 2 * i, unit + i * 32 + lane * 2, 2);
+}
+
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 bool is_finite(int64_t kind, const BlockParts& u) {
   if (kind == KV_MXFP4) return u.scale != 255;
@@ -331,9 +342,8 @@ KvStatus kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, KvArray from
       int64_t output = panel * PANEL + lane;
       const uint8_t* row = rows + output * row_bytes;
       for (int64_t u = 0; u < units; u++) {
-        if (kind == KV_BF16) {
-          if (output < outputs) memcpy(to + u * 64 + lane * 4, row + u * 4, 4);
-          else memset(to + u * 64 + lane * 4, 0, 4);
+        if (!has_blocks(kind)) {
+          write_pair(kind, output < outputs ? row + u * 4 : zeros, lane, to + u * 64);
           continue;
         }
         if (output < outputs) {
@@ -359,7 +369,7 @@ KvStatus kvkeep_unpack(const KvMatrix* matrix, KvArray to, int64_t row_bytes) {
     for (int lane = 0; lane < PANEL && panel * PANEL + lane < matrix->outputs; lane++) {
       uint8_t* row = rows + (panel * PANEL + lane) * row_bytes;
       for (int64_t u = 0; u < units; u++) {
-        if (matrix->kind == KV_BF16) { memcpy(row + u * 4, from + u * 64 + lane * 4, 4); continue; }
+        if (!has_blocks(matrix->kind)) { read_pair(matrix->kind, from + u * 64, lane, row + u * 4); continue; }
         read_unit(matrix->kind, from + u * l.unit_bytes, lane, unit);
         write_block(matrix->kind, unit, row + u * l.block_bytes);
       }
@@ -381,11 +391,14 @@ KvStatus kvkeep_rows(const KvMatrix* matrix, KvArray chosen, KvArray to) {
     const uint8_t* from = numbers<uint8_t>(matrix->panels) + outputs[r] / PANEL * size;
     int lane = int(outputs[r] % PANEL);
     for (int64_t u = 0; u < units; u++) {
-      if (matrix->kind == KV_BF16) {
-        bf16 pair[2];
-        memcpy(pair, from + u * 64 + lane * 4, 4);
-        rows[2 * u] = widen(pair[0]);
-        rows[2 * u + 1] = widen(pair[1]);
+      if (!has_blocks(matrix->kind)) {
+        uint8_t pair[4];
+        read_pair(matrix->kind, from + u * 64, lane, pair);
+        for (int i = 0; i < 2; i++) {
+          uint16_t bits;
+          memcpy(&bits, pair + 2 * i, 2);
+          rows[2 * u + i] = matrix->kind == KV_F16 ? half_to_float(bits) : as_float(uint32_t(bits) << 16);
+        }
         continue;
       }
       read_unit(matrix->kind, from + u * l.unit_bytes, lane, unit);

@@ -12,7 +12,7 @@
 // Q2_K: [16 halves][16 lanes] bytes, a scale in the low half and an offset in the high one; Q3_K: [12][16 lanes], the
 // file's bytes.
 // MXFP4 has no float16 scale, but a power of two: [16 lanes] exponents, 128 more than they are.
-// bfloat16: [inputs / 2][16 lanes][2].
+// bfloat16: [inputs / 2][16 lanes][2]; float16: [inputs][16 lanes].
 #pragma once
 
 #include "kvkeep.h"
@@ -50,10 +50,12 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
     {4, 0, false, 32, 256, 272, 17, false, true, E2M1_VALUES},              // MXFP4
     {2, 0, true, 256, 128, 8 * 128 + 320, 84, true},     // Q2_K
     {3, 4, false, 256, 192, 8 * 192 + 224, 110, true},   // Q3_K
+    {16, 0, false, 2, 0, 64, 4},                          // F16
 };
 
 constexpr int PANEL = KV_PANEL_OUTPUTS;
 
+inline bool has_blocks(int64_t kind) { return kind != KV_BF16 && kind != KV_F16; }
 inline bool is_kind(int64_t kind) { return kind >= 0 && kind < KV_KINDS; }
 inline int64_t panel_bytes(int64_t kind, int64_t inputs) {
   return inputs / LAYOUTS[kind].unit * LAYOUTS[kind].unit_bytes;
