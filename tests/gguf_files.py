@@ -86,7 +86,7 @@ def _blocks(values: NDArray[Any], kind: str) -> NDArray[Any]:
     except NotImplementedError:
         elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         blocks = numpy.random.default_rng(values.size).integers(0, 256, (values.size // elements, size), numpy.uint8)
-        for half in (208,) if kind == "Q6_K" else (80, 82) if kind == "Q2_K" else (0, 2):
+        for half in {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}.get(kind, (0, 2)):
             blocks[:, half : half + 2] = numpy.frombuffer(numpy.float16(0.002).tobytes(), numpy.uint8)
         return blocks.reshape(len(values), -1)
 

@@ -18,7 +18,10 @@ def random_rows(kind: str, count: int = 24, blocks: int = 3) -> np.ndarray:
     """Random bytes: every code, scale and offset comes up. Halves that are not finite are made so."""
     about = KINDS[kind]
     rows = np.random.default_rng(3).integers(0, 256, (count, blocks * about.size), dtype=np.uint8)
-    rows.reshape(-1, about.size)[:, [1, 3, 209 % about.size]] &= 0xBF  # exponents below 16: halves lie here
+    halves = {"Q6_K": [209], "Q2_K": [81, 83], "Q3_K": [109]}.get(kind, [1, 3])
+    rows.reshape(-1, about.size)[:, halves] &= 0xBF  # exponents below 16
+    if kind == "MXFP4":
+        rows.reshape(-1, about.size)[:, 0] %= 250  # the last ones are not finite
     return rows
 
 

@@ -120,7 +120,9 @@ struct Kind {
 };
 const Kind KINDS[KV_KINDS] = {{"bf16", 1, 2, 0, 0},       {"q4_0", 32, 18, 0, 1},    {"q4_1", 32, 20, 0, 2},
                               {"q5_0", 32, 22, 0, 1},     {"q5_1", 32, 24, 0, 2},    {"q8_0", 32, 34, 0, 1},
-                              {"q4_k", 256, 144, 0, 2},   {"q5_k", 256, 176, 0, 2},  {"q6_k", 256, 210, 208, 1}};
+                              {"q4_k", 256, 144, 0, 2},   {"q5_k", 256, 176, 0, 2},  {"q6_k", 256, 210, 208, 1},
+                              {"iq4_nl", 32, 18, 0, 1},   {"iq4_xs", 256, 136, 0, 1}, {"mxfp4", 32, 17, 0, 0},
+                              {"q2_k", 256, 84, 80, 2},   {"q3_k", 256, 110, 108, 1}, {"f16", 1, 2, 0, 1}};
 
 struct Matrix {
   KvMatrix matrix;
@@ -141,6 +143,7 @@ struct Matrix {
         const bf16 weight = to_bf16(random.number(1024));
         memcpy(rows + block * k.bytes, &weight, 2);
       }
+      if (kind == KV_MXFP4) rows[block * k.bytes] = uint8_t(118 + rows[block * k.bytes] % 20);
       memcpy(rows + block * k.bytes + k.first_half, scales + block * k.halves, 2 * k.halves);
     }
     done(kvkeep_pack(kind, inputs, outputs, numbers(rows), row_bytes, numbers(panels)));

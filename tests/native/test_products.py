@@ -22,11 +22,17 @@ def made(kind: str, outputs: int, blocks: int) -> Blocks:
     about = KINDS[kind]
     if kind == "BF16":
         return Blocks(kind, torch.randn(outputs, 32 * blocks).bfloat16().view(torch.uint8))
+    if kind == "F16":
+        return Blocks(kind, torch.randn(outputs, 32 * blocks).half().view(torch.uint8))
     rows = torch.randint(0, 256, (outputs, blocks, about.size)).to(torch.uint8)
-    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2
+    if kind == "MXFP4":
+        rows[..., 0] = 122 + rows[..., 0] % 4
+        return Blocks(kind, rows.flatten(1))
+    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS") else 2
     scales = (torch.rand(outputs, blocks, halves) / 16 + 0.01).half().view(torch.uint8)
-    rows[..., -2:] = scales if kind == "Q6_K" else rows[..., -2:]
-    if kind != "Q6_K":
+    if kind in ("Q6_K", "Q2_K", "Q3_K"):
+        rows[..., -2 * halves :] = scales
+    else:
         rows[..., : 2 * halves] = scales
     return Blocks(kind, rows.flatten(1))
 
@@ -55,7 +61,7 @@ def test_products_equal_the_reference_and_rows_are_independent(
     matrix, bias = made(kind, outputs, blocks), torch.randn(outputs).bfloat16() if biased else None
     inputs = matrix.shape[1]
     linear, x = PackedLinear(matrix, bias), torch.randn(rows, inputs).bfloat16()
-    weight, read = matrix.dense().double(), x.double() if kind == "BF16" else rounded(x)
+    weight, read = matrix.dense().double(), x.double() if KINDS[kind].bits == 16 else rounded(x)
     wanted, size = read @ weight.T, read.abs() @ weight.abs().T
     wanted = wanted if bias is None else wanted + bias.double()
     found = linear(x)

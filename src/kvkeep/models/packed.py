@@ -1,8 +1,9 @@
 """Packed weights: matrices in blocks of a GGUF file or in bfloat16, and the modules that multiply them.
 
-A weight in a block is ``scale * code + offset``. A block has 32 (Q*_0, Q*_1) or 256 (Q*_K) elements of one row and
-their scales; the layouts are ggml's. kvkeep quantises weights to blocks of Q8_0 or Q4_1, and the package gguf decodes
-the kinds that occur only in GGUF files. Unquantised weights have the kind BF16.
+A weight in a block is ``scale * code + offset``, or ``scale`` times one of 16 values (IQ4_NL, IQ4_XS, MXFP4). A block
+has 32 (Q*_0, Q*_1, IQ4_NL, MXFP4) or 256 (Q*_K, IQ4_XS) elements of one row and their scales; the layouts are ggml's. kvkeep quantises weights to blocks of Q8_0 or Q4_1, and the package gguf decodes
+the kinds that occur only in GGUF files. Unquantised weights have the kind BF16, or F16 if a
+file has them so.
 
 If the native library runs, a matrix is stored in the library's panels (native/panels.h), and the library multiplies it.
 Inputs are rounded to 8 bits by groups of 32, and an output's bits do not depend on the number of rows. Without the
@@ -48,6 +49,7 @@ class Kind:
 
 KINDS = {
     "BF16": Kind(16, 2, 4, 4),
+    "F16": Kind(16, 2, 4, 4),
     "Q4_0": Kind(4, 32, 18, 18),
     "Q4_1": Kind(4, 32, 20, 20),
     "Q5_0": Kind(5, 32, 22, 22),
@@ -56,6 +58,11 @@ KINDS = {
     "Q4_K": Kind(4, 256, 144, 148),
     "Q5_K": Kind(5, 256, 176, 180),
     "Q6_K": Kind(6, 256, 210, 210),
+    "IQ4_NL": Kind(4, 32, 18, 18),
+    "IQ4_XS": Kind(4, 256, 136, 138),
+    "MXFP4": Kind(4, 32, 17, 17),
+    "Q2_K": Kind(2, 256, 84, 84),
+    "Q3_K": Kind(3, 256, 110, 110),
 }
 """The kinds that stay quantised in memory. Other kinds are converted to bfloat16."""
 GROUP = 32

@@ -15,6 +15,28 @@ template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
     UNROLLED for (int i = 0; i < 8; i++) w[i] = iload(at + 64 * i);
     return;
   }
+  if constexpr (BITS <= 3) {
+    const I two = iset(0x03030303);
+    UNROLLED for (int half = 0; half < 2; half++) {
+      const I all = iload(at + 64 * half);
+      w[4 * half] = iand(all, two);
+      w[4 * half + 1] = iand(ishr<2>(all), two);
+      w[4 * half + 2] = iand(ishr<4>(all), two);
+      w[4 * half + 3] = iand(ishr<6>(all), two);
+    }
+    if constexpr (BITS == 3) {
+      const I bit = iset(0x04040404), all = iload(at + 128);
+      w[0] = ior(w[0], iand(ishl<2>(all), bit));
+      w[1] = ior(w[1], iand(ishl<1>(all), bit));
+      w[2] = ior(w[2], iand(all, bit));
+      w[3] = ior(w[3], iand(ishr<1>(all), bit));
+      w[4] = ior(w[4], iand(ishr<2>(all), bit));
+      w[5] = ior(w[5], iand(ishr<3>(all), bit));
+      w[6] = ior(w[6], iand(ishr<4>(all), bit));
+      w[7] = ior(w[7], iand(ishr<5>(all), bit));
+    }
+    return;
+  }
   const I low = iset(0x0f0f0f0f);
   UNROLLED for (int j = 0; j < 4; j++) {
     I both = iload(at + 64 * j);
@@ -44,9 +66,30 @@ template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
   }
 }
 
+// The values of codes, 16 of them.
+#if defined(KVKEEP_AVX512)
+INLINE I values_of(I codes, const int8_t* values) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)), codes);
+}
+#elif defined(KVKEEP_AVX2)
+INLINE I values_of(I codes, const int8_t* values) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)), codes);
+}
+#elif defined(KVKEEP_NEON)
+INLINE I values_of(I codes, const int8_t* values) {
+  return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(values), vreinterpretq_u8_s32(codes)));
+}
+#else
+INLINE I values_of(I codes, const int8_t* values) {
+  uint32_t found = 0;
+  for (int b = 0; b < 4; b++) found |= uint32_t(uint8_t(values[uint32_t(codes) >> 8 * b & 15])) << 8 * b;
+  return I(found);
+}
+#endif
+
 // ---- integer sums of dwords FROM .. TO ------------------------------------------------------------------------------
 //
-// Codes of up to 6 bits are unsigned, those of 8 bits signed. VNNI multiplies unsigned bytes by signed ones: for codes
+// Codes of up to 6 bits are unsigned, those of 8 bits and the values of a table signed. VNNI multiplies unsigned bytes by signed ones: for codes
 // of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted from the result.
 
 #if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)
@@ -85,7 +128,7 @@ template <int BITS> INLINE I base_of(const I (&)[8]) { return iset(0); }
 INLINE I pairs(I w, const int8_t* x) { return _mm256_maddubs_epi16(w, iset(load32(x))); }
 INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
 INLINE I widened(I sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
-// Sums of two products in 16 bits: of 4 bits at most 2 * 15 * 127, so that eight fit; of 5 bits four, of 6 bits two; of
+// Sums of two products in 16 bits: of up to 4 bits at most 2 * 15 * 127, so that eight fit; of 5 bits four, of 6 bits two; of
 // 8 bits |w| <= 128 with inputs of w's sign, 2 * 128 * 127 = 32512.
 template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
   if constexpr (BITS == 8) {
@@ -97,7 +140,7 @@ template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], cons
     }
     return sum;
   }
-  constexpr int FIT = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+  constexpr int MOST = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2, FIT = MOST < TO - FROM ? MOST : TO - FROM;
   I sum = iset(0);
   UNROLLED for (int i = FROM; i < TO; i += FIT) {
     I part = pairs(w[i], x + 4 * i);

@@ -29,8 +29,10 @@ enum KvConstant {
   KV_MAX_DIM = 1024       /* the largest width of a key or a value */
 };
 
-enum KvKind { /* how a matrix is stored: bfloat16, or the blocks of a GGUF file, bit for bit */
-  KV_BF16, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1, KV_Q8_0, KV_Q4_K, KV_Q5_K, KV_Q6_K, KV_KINDS /* how many kinds */
+enum KvKind { /* how a matrix is stored: bfloat16, float16, or the blocks of a GGUF file, bit for bit */
+  KV_BF16, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1, KV_Q8_0, KV_Q4_K, KV_Q5_K, KV_Q6_K, KV_IQ4_NL,
+  KV_IQ4_XS, KV_MXFP4, KV_Q2_K, KV_Q3_K, KV_F16,
+  KV_KINDS /* how many kinds */
 };
 
 enum KvActivation { /* of a gated MLP */

@@ -3,7 +3,7 @@
 // Inputs are rounded to 8 bits by groups of 32 (inputs.h), a group's products are summed as integers (dot.h), and a
 // row's groups are added in order:
 //   sum = fma(scale of weights * scale of inputs, integer sum, sum), then sum = fma(offset, inputs' sum, sum).
-// With bfloat16 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in the order of inputs.
+// With bfloat16 and float16 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in the order of inputs.
 // Either way an output's bits depend on its row and its weights, and on nothing else.
 #pragma once
 
@@ -15,6 +15,12 @@ namespace {
 
 // ---- scales of a group, W outputs -----------------------------------------------------------------------------------
 
+// 2^(exponent - 128), as the product of two powers that are not too small.
+INLINE F power_of_two(I exponent) {
+  const I half = ishr<1>(exponent), bias = iset(127 - 64);
+  return fmul(as_f(ishl<23>(iadd(half, bias))), as_f(ishl<23>(iadd(isub(exponent, half), bias))));
+}
+
 template <int KIND> struct Unit {  // one unit of a panel, for the outputs from `lane` on
   static constexpr KindLayout L = LAYOUTS[KIND];
   static constexpr int GROUPS = L.unit / 32;
@@ -25,6 +31,11 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
     Unit u;
     u.codes = unit + 4 * lane;
     u.scales = unit + GROUPS * L.group_bytes + lane;
+    if constexpr (KIND == KV_MXFP4) {
+      u.scale = power_of_two(ubytes_to_int(u.scales));
+      u.offset = fset(0.0f);
+      return u;
+    }
     const uint16_t* halves = (const uint16_t*)(unit + L.unit_bytes - (L.offsets ? 64 : 32)) + lane;
     u.scale = hload(halves);
     u.offset = L.offsets ? hload(halves + 16) : fset(0.0f);
@@ -32,10 +43,22 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
   }
   // Of 6 bits times float16: exact.
   __attribute__((always_inline)) F scale_of(int g) const {
+    if constexpr (KIND == KV_IQ4_XS) return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * g)));
     return GROUPS == 1 ? scale : fmul(scale, to_float(ubytes_to_int(scales + 16 * g)));
   }
+  // Of half a group. Q3_K has the low four bits of two halves in a byte, and the high two of four in another.
   __attribute__((always_inline)) F half_scale_of(int half) const {
+    if constexpr (KIND == KV_Q2_K) return fmul(scale, to_float(iand(ubytes_to_int(scales + 16 * half), iset(15))));
+    if constexpr (KIND == KV_Q3_K) {
+      I low = ubytes_to_int(scales + 16 * (half & 7)), high = ubytes_to_int(scales + 16 * (8 + (half & 3)));
+      low = half < 8 ? iand(low, iset(15)) : ishr<4>(low);
+      high = half < 4 ? high : half < 8 ? ishr<2>(high) : half < 12 ? ishr<4>(high) : ishr<6>(high);
+      return fmul(scale, to_float(isub(ior(low, ishl<4>(iand(high, iset(3)))), iset(32))));
+    }
     return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * half)));
+  }
+  __attribute__((always_inline)) F half_offset_of(int half) const {
+    return fmul(fsub(fset(0.0f), offset), to_float(ishr<4>(ubytes_to_int(scales + 16 * half))));
   }
   __attribute__((always_inline)) F offset_of(int g) const {
     return GROUPS == 1 ? offset : fmul(fsub(fset(0.0f), offset), to_float(ubytes_to_int(scales + 128 + 16 * g)));
@@ -43,24 +66,38 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
 };
 
 template <int ZERO> INLINE I without_zero(I sum, int32_t total) {
+  if constexpr (ZERO == 4) return isub(sum, ishl<2>(iset(total)));
   if constexpr (ZERO == 8) return isub(sum, ishl<3>(iset(total)));
   if constexpr (ZERO == 16) return isub(sum, ishl<4>(iset(total)));
   if constexpr (ZERO == 32) return isub(sum, ishl<5>(iset(total)));
   return sum;
 }
 
-struct Scales { F first, second, offset; };  // of a group; `second` is of its second half, for Q6_K
+struct Scales { F first, second, offset, second_offset; };  // of a group; `second` is of its second half
 struct IntegerSums { I first, second; };     // of a row's group: of all of it, or of its halves
 
 template <int KIND> INLINE Scales scales_of(const Unit<KIND>& unit, int g) {
-  const bool halves = KIND == KV_Q6_K;
-  const F first = halves ? unit.half_scale_of(2 * g) : unit.scale_of(g);
-  return {first, halves ? unit.half_scale_of(2 * g + 1) : first, LAYOUTS[KIND].offsets ? unit.offset_of(g) : first};
+  constexpr KindLayout L = LAYOUTS[KIND];
+  if constexpr (L.halves) {
+    const F first = unit.half_scale_of(2 * g), second = unit.half_scale_of(2 * g + 1);
+    if constexpr (L.offsets) return {first, second, unit.half_offset_of(2 * g), unit.half_offset_of(2 * g + 1)};
+    return {first, second, first, first};
+  }
+  const F all = unit.scale_of(g), offset = L.offsets ? unit.offset_of(g) : all;
+  return {all, all, offset, offset};
 }
 
+// What codes stand for: dword i of W outputs.
+template <int KIND> INLINE void weights_of(const uint8_t* at, I (&w)[8]) {
+  constexpr KindLayout L = LAYOUTS[KIND];
+  unpack_codes<L.bits>(at, w);
+  if constexpr (L.named) { UNROLLED for (int i = 0; i < 8; i++) w[i] = values_of(w[i], L.values); }
+}
+template <int KIND> constexpr int bits_of() { return LAYOUTS[KIND].named ? 8 : LAYOUTS[KIND].bits; }
+
 template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const int8_t* x) {
-  constexpr int BITS = LAYOUTS[KIND].bits;
-  if constexpr (KIND == KV_Q6_K) return {integer_sum<BITS, 0, 4>(w, x, base), integer_sum<BITS, 4, 8>(w, x, base)};
+  constexpr int BITS = bits_of<KIND>();
+  if constexpr (LAYOUTS[KIND].halves) return {integer_sum<BITS, 0, 4>(w, x, base), integer_sum<BITS, 4, 8>(w, x, base)};
   const I all = integer_sum<BITS, 0, 8>(w, x, base);
   return {all, all};
 }
@@ -69,11 +106,14 @@ template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const in
 template <int KIND> INLINE F add_group(F sum, const IntegerSums& integers, const InputGroup& x, const Scales& scales) {
   constexpr KindLayout L = LAYOUTS[KIND];
   const F by = fset(x.scale);
-  if constexpr (KIND == KV_Q6_K) {
+  if constexpr (L.halves) {
     const I first = without_zero<L.zero_point>(integers.first, x.first_half);
     const I second = without_zero<L.zero_point>(integers.second, x.second_half);
     sum = ffma(fmul(scales.first, by), to_float(first), sum);
-    return ffma(fmul(scales.second, by), to_float(second), sum);
+    sum = ffma(fmul(scales.second, by), to_float(second), sum);
+    if constexpr (!L.offsets) return sum;
+    sum = ffma(scales.offset, fset(x.scale * float(x.first_half)), sum);
+    return ffma(scales.second_offset, fset(x.scale * float(x.second_half)), sum);
   }
   sum = ffma(fmul(scales.first, by), to_float(without_zero<L.zero_point>(integers.first, x.total)), sum);
   return L.offsets ? ffma(scales.offset, fset(x.sum), sum) : sum;
@@ -82,7 +122,7 @@ template <int KIND> INLINE F add_group(F sum, const IntegerSums& integers, const
 #if defined(KVKEEP_I8MM)
 template <int KIND>
 INLINE void sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, IntegerSums& of_x, IntegerSums& of_y) {
-  if constexpr (KIND == KV_Q6_K) {
+  if constexpr (LAYOUTS[KIND].halves) {
     integer_sums_of_two<0, 4>(w, x, y, of_x.first, of_y.first);
     integer_sums_of_two<4, 8>(w, x, y, of_x.second, of_y.second);
   } else
@@ -107,8 +147,8 @@ static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, i
       if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
-        unpack_codes<L.bits>(unit[v].codes + g * L.group_bytes, w);
-        const I base = base_of<L.bits>(w);
+        weights_of<KIND>(unit[v].codes + g * L.group_bytes, w);
+        const I base = base_of<bits_of<KIND>()>(w);
         const Scales scales = scales_of<KIND>(unit[v], g);
         UNROLLED for (int r = 0; r < R; r++)
           sums[v][r] = add_group<KIND>(sums[v][r], sums_of<KIND>(w, base, x[r].codes), x[r], scales);
@@ -129,8 +169,8 @@ static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, 
     const Unit<KIND> unit = Unit<KIND>::at(panel, lane);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += rows) {
       I w[8];
-      unpack_codes<L.bits>(unit.codes + g * L.group_bytes, w);
-      const I base = base_of<L.bits>(w);
+      weights_of<KIND>(unit.codes + g * L.group_bytes, w);
+      const I base = base_of<bits_of<KIND>()>(w);
       const Scales scales = scales_of<KIND>(unit, g);
       auto add = [&](int r, const IntegerSums& integers) {
         fstore(sums + r * W, add_group<KIND>(fload(sums + r * W), integers, x[r], scales));
@@ -176,14 +216,15 @@ static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup
   }
 }
 
-// ---- bfloat16 weights -----------------------------------------------------------------------------------------------
+// ---- weights of 16 bits -----------------------------------------------------------------------------------------------
 
-template <int R> static void float_rows(const uint8_t* panel, int64_t inputs, const float* x, float* out) {
+template <int KIND, int R> static void float_rows(const uint8_t* panel, int64_t inputs, const float* x, float* out) {
   vf sums[R];
   UNROLLED for (int r = 0; r < R; r++) sums[r] = vset(0.0f);
   for (int64_t i = 0; i < inputs; i += 2, panel += 64) {
     if (R == 1) __builtin_prefetch(panel + 2048);
-    const vf even = vpairs_low(panel), odd = vpairs_high(panel);
+    const vf even = KIND == KV_F16 ? vload_half((const uint16_t*)panel) : vpairs_low(panel);
+    const vf odd = KIND == KV_F16 ? vload_half((const uint16_t*)panel + PANEL) : vpairs_high(panel);
     UNROLLED for (int r = 0; r < R; r++) {
       sums[r] = vfma_bf16(even, vset(x[r * inputs + i]), sums[r]);
       sums[r] = vfma_bf16(odd, vset(x[r * inputs + i + 1]), sums[r]);
@@ -192,11 +233,12 @@ template <int R> static void float_rows(const uint8_t* panel, int64_t inputs, co
   UNROLLED for (int r = 0; r < R; r++) vstore(out + r * PANEL, sums[r]);
 }
 
+template <int KIND>
 static void float_rows_of_panel(const uint8_t* panel, int64_t inputs, const float* x, int rows, float* out) {
   int r = 0;
-  for (; r + 4 <= rows; r += 4) float_rows<4>(panel, inputs, x + r * inputs, out + r * PANEL);
-  if (r + 2 <= rows) { float_rows<2>(panel, inputs, x + r * inputs, out + r * PANEL); r += 2; }
-  if (r < rows) float_rows<1>(panel, inputs, x + r * inputs, out + r * PANEL);
+  for (; r + 4 <= rows; r += 4) float_rows<KIND, 4>(panel, inputs, x + r * inputs, out + r * PANEL);
+  if (r + 2 <= rows) { float_rows<KIND, 2>(panel, inputs, x + r * inputs, out + r * PANEL); r += 2; }
+  if (r < rows) float_rows<KIND, 1>(panel, inputs, x + r * inputs, out + r * PANEL);
 }
 
 // ---- a matrix -------------------------------------------------------------------------------------------------------
@@ -222,12 +264,18 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
     case KV_Q8_0: return rows_of_panel<KV_Q8_0>;
     case KV_Q4_K: return rows_of_panel<KV_Q4_K>;
     case KV_Q5_K: return rows_of_panel<KV_Q5_K>;
+    case KV_IQ4_NL: return rows_of_panel<KV_IQ4_NL>;
+    case KV_IQ4_XS: return rows_of_panel<KV_IQ4_XS>;
+    case KV_MXFP4: return rows_of_panel<KV_MXFP4>;
+    case KV_Q2_K: return rows_of_panel<KV_Q2_K>;
+    case KV_Q3_K: return rows_of_panel<KV_Q3_K>;
     default: return rows_of_panel<KV_Q6_K>;
   }
 }
 
 static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y, int64_t y_stride) {
-  bool floats = m.kind == KV_BF16;
+  const bool floats = !has_blocks(m.kind);
+  const auto of_floats = m.kind == KV_F16 ? float_rows_of_panel<KV_F16> : float_rows_of_panel<KV_BF16>;
   x.prepare(!floats);
   if (!x.data) return;
   RowsOfPanel of_panel = rows_of_kind(m.kind);
@@ -244,7 +292,7 @@ static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y,
       int rows = x.rows_of(tile);
       for (int64_t panel = first; panel < last; panel++) {
         const uint8_t* at = numbers<uint8_t>(m.panels) + panel * size;
-        if (floats) float_rows_of_panel(at, m.inputs, (const float*)x.data + tile * ROW_TILE * m.inputs, rows, out);
+        if (floats) of_floats(at, m.inputs, (const float*)x.data + tile * ROW_TILE * m.inputs, rows, out);
         else of_panel(at, m.inputs, x.tile(tile), rows, out);
         store_outputs(out, rows, bias ? bias + panel * PANEL : nullptr, min64(PANEL, m.outputs - panel * PANEL),
                       y + tile * ROW_TILE * y_stride + panel * PANEL, y_stride);
@@ -255,7 +303,7 @@ static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y,
 }
 
 static void add_needs(const KvMatrix& m, int64_t rows, Needs& needs) {
-  const bool round = m.kind != KV_BF16;
+  const bool round = has_blocks(m.kind);
   if (m.outputs) needs.add(InputRows::kind_of(round), InputRows::bytes_of(round, rows, m.inputs));
 }
 

@@ -83,7 +83,10 @@ TILE_ENTRIES = CONSTANTS["KV_TILE_ENTRIES"]
 """Entries of a tile of a block, and of a group of codes."""
 MAX_DIM = CONSTANTS["KV_MAX_DIM"]
 """The largest width of a key or a value."""
-_KINDS = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_KINDS = (
+    "BF16", "F16", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS",
+    "MXFP4",
+)  # fmt: skip
 KIND_NUMBERS = {kind: CONSTANTS[f"KV_{kind}"] for kind in _KINDS}
 """KvKind: how a matrix is stored."""
 SILU, GELU_TANH = CONSTANTS["KV_SILU"], CONSTANTS["KV_GELU_TANH"]
