@@ -163,8 +163,9 @@ class KeepCache(RecurrentCache):
                 "The checkpoint has lost entries that the text before these tokens attends to, so they cannot be "
                 "removed; call reset()."
             )
-        for state in self.states.values():
-            state.check_crop(tokens_to_remove)
+        for one in (*self.states.values(), *(self.layers[layer.index] for layer in self.geometry.sliding_layers)):
+            if (check := getattr(one, "check_crop", None)) is not None:
+                check(tokens_to_remove)
         for part in (*self.layers, *self.made.beside.values()):
             part.crop(tokens_to_remove)
         self.stream.forget_from(length)

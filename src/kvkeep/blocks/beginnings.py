@@ -105,7 +105,8 @@ def begin(folder: BlockFolder, cache: KeepCache, names: Sequence[BlockName], pro
     blocks: list[Block] = []
     for number, block in enumerate(fitting(cache, found)):
         ids = block[NAME_OF_IDS][0].tolist()
-        text = prompt[number * BLOCK : -1][: len(ids)]
+        start = number * BLOCK
+        text = prompt[start : min(start + len(ids), len(prompt) - 1)]
         count = len(ids) if ids == text else common_prefix(ids, text)
         if count == len(ids):
             blocks.append(block)

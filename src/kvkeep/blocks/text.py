@@ -187,7 +187,7 @@ class TextRows:
         for rows in self.sources.values():
             if not isinstance(rows, Tensor):
                 rows.compare([number * BLOCK])
-        part = torch.tensor([row[number * BLOCK :][:BLOCK] for row in ids], dtype=torch.int32)
+        part = torch.tensor([row[number * BLOCK : (number + 1) * BLOCK] for row in ids], dtype=torch.int32)
         return self._copied(number * BLOCK, (number + 1) * BLOCK) | {NAME_OF_IDS: part}
 
     def tail(self, stop: int | None = None) -> dict[str, Tensor]:

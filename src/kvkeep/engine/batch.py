@@ -127,7 +127,7 @@ def _forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
         return [session.error or RuntimeError("no attention") for session in batch.sessions]
     except torch.AcceleratorError:
         raise
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, KvkeepError) as error:
         batch.hooks.abandon()
         return [session.error or _shared_error(error, len(reads)) for session in batch.sessions]
     parts = logits[: len(kept)].split([read.keep for read in reads])

@@ -31,7 +31,7 @@ from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
 from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address_of, array
 from kvkeep.step.native import run_layers
-from kvkeep.step.plan import LayerStep
+from kvkeep.step.plan import LayerStep, Writes
 
 log = logging.getLogger(__name__)
 _GATES: dict[int, Callable[[Tensor], Tensor]] = {
@@ -220,7 +220,7 @@ class FusedLayer:
             return self.plain(hidden_states, *args, **given)
         if self.all is not None and hooks is not None and (steps := hooks.every_layer()) and self.all.can_run(steps):
             hooks.ran_all = True
-            return self.all(hidden_states, position_embeddings, steps)
+            return self.all(hidden_states, position_embeddings, steps, hooks.writes)
         query, key, value, residual = self._enter(hidden_states, position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.attention.layer_idx)
@@ -281,9 +281,12 @@ class FusedLayers:
         """Return the state for copying or saving, without pointers."""
         return {name: value for name, value in self.__dict__.items() if name != "tables"}
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]]) -> Tensor:
-        """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, one for each token."""
-        return run_layers(*self.tables, steps, x, *_turns(angles))
+    def __call__(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]], writes: Writes
+    ) -> Tensor:
+        """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, one for each token. writes:
+        notes which of them have written."""
+        return run_layers(*self.tables, steps, writes, x, *_turns(angles))
 
 
 class FusedList(nn.ModuleList):

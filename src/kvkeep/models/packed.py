@@ -1,9 +1,9 @@
 """Packed weights: matrices in blocks of a GGUF file or in bfloat16, and the modules that multiply them.
 
 A weight in a block is ``scale * code + offset``, or ``scale`` times one of 16 values (IQ4_NL, IQ4_XS, MXFP4). A block
-has 32 (Q*_0, Q*_1, IQ4_NL, MXFP4) or 256 (Q*_K, IQ4_XS) elements of one row and their scales; the layouts are ggml's. kvkeep quantises weights to blocks of Q8_0 or Q4_1, and the package gguf decodes
-the kinds that occur only in GGUF files. Unquantised weights have the kind BF16, or F16 if a
-file has them so.
+has 32 (Q*_0, Q*_1, IQ4_NL, MXFP4) or 256 (Q*_K, IQ4_XS) elements of one row and their scales; the layouts are ggml's.
+kvkeep quantises weights to blocks of Q8_0 or Q4_1, and the package gguf decodes the kinds that occur only in GGUF
+files. Unquantised weights have the kind BF16, or F16 if a file has them so.
 
 If the native library runs, a matrix is stored in the library's panels (native/panels.h), and the library multiplies it.
 Inputs are rounded to 8 bits by groups of 32, and an output's bits do not depend on the number of rows. Without the

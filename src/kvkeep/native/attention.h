@@ -272,6 +272,7 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
       const bf16 *new_key = key + place * a.dim, *new_value = value + place * a.value_dim;
       insert_in_lane(steps[i]->insert, lane, (const char*)new_key, (const char*)new_value);
     }
+    steps[i]->written = steps[i]->number;
   }
   attend_jobs(jobs, count);
   if (!wanted) return;

@@ -183,6 +183,8 @@ typedef struct KvStep {  /* one token of a session in one layer */
   int64_t token;         /* the token's row in the call */
   int64_t first_lane;    /* the first of these lanes among those of the token; others may have another step */
   int64_t token_lanes;   /* lanes of the token: its KV heads; 0: those of the attention */
+  int64_t number;        /* of the pass */
+  int64_t written;       /* written: `number`, once the entries are written, and those that they evict are copied */
 } KvStep;
 
 /* ---- the library ------------------------------------------------------------------------------------------------- */

@@ -271,7 +271,7 @@ void kv_parallel_for(int64_t count, KvTask task, const void* context) {
       return;
     }
     Tasks tasks{count, task, context, scratch};
-    regions.open(run_tasks, &tasks, count < threads ? int(count) : threads);
+    regions.open(run_tasks, &tasks, threads);  // all of them: OpenMP ends those that a region does not have
     return;
   }
   for (int64_t number = 0; number < count; number++) task(context, number);

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from kvkeep.models.forward import current_probe
 from kvkeep.passes.stream import MAX_PLANNED, CacheStream
 from kvkeep.step import native
 from kvkeep.step import torch as plain
-from kvkeep.step.plan import LayerStep
+from kvkeep.step.plan import LayerStep, Writes
 
 T = TypeVar("T")
 
@@ -64,11 +65,12 @@ class ForwardHooks:
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
         self.ran_all = False
-        """All layers of this pass have run in one call."""
+        """All layers of this pass run in one call."""
+        self.writes = Writes()
+        """Which planned steps of this pass have written their entries."""
         self._open = False
         self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and indices in the row
         self._tokens = 0  # of the row
-        self._run: list[int] = []  # planned layers that have run
         self._residuals: list[SessionPass] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
         self._readers = {layer.source: layer.index for layer in geometry.layers}
@@ -133,7 +135,10 @@ class ForwardHooks:
                     tokens += range(first, first + count)
         self._residuals = [one for one in self.sessions if one.error is None and one.stream.wants_residuals]
         exact = all(session.stream.exact for session in self.sessions if session.steps)
-        self._executor = native if exact else plain
+        self._executor, self.writes = native if exact else plain, Writes()
+        for session in sessions:
+            if session.error is None:
+                session.stream.watch(partial(self._executor.wrote, writes=self.writes))
 
     def every_layer(self) -> list[list[LayerStep]]:
         """Return the steps of each layer, one for each token of the row. Return nothing if any layer or session has
@@ -181,8 +186,7 @@ class ForwardHooks:
         layer, row = self.geometry.layers[int(module.layer_idx)], None  # type: ignore[arg-type]
         if layer.index in self._planned:
             run: Callable[..., Tensor] = native.run if self._executor is native else outside_inference_mode(plain.run)
-            row = run(*self._planned[layer.index], query, key, value, scaling)
-            self._run.append(layer.index)
+            row = run(*self._planned[layer.index], query, key, value, scaling, self.writes)
             if self.plans(layer.index):
                 return row.transpose(1, 2)
         if not self.packed:
@@ -266,22 +270,20 @@ class ForwardHooks:
 
     def end_forward(self, completed: bool) -> None:
         """End the pass of each session, and undo that of one that failed."""
-        run = [*self._planned] if self.ran_all else self._run
-        ended = [(session, [index for index in run if index in session.steps]) for session in self.sessions]
         self._forget_steps()  # they hold ranks, and memory is counted below
-        for session, layers_run in ended:
+        for session in self.sessions:
             if not session.stream.owner.mine:  # another thread's pass
                 continue
             try:
-                self._attempt(session, self._end, session, layers_run, completed and session.error is None)
+                self._attempt(session, self._end, session, completed and session.error is None)
             finally:
                 if self.packed:
                     session.stream.record.expect_more(False)
                     session.stream.owner.leave()
         self._close()
 
-    def _end(self, session: SessionPass, run: list[int], completed: bool) -> None:
-        session.stream.commit(run, completed)
+    def _end(self, session: SessionPass, completed: bool) -> None:
+        session.stream.commit(completed)
         session.stream.end_forward(completed)
         if self.packed and completed and session.stream.must_reread:
             session.cache.compress()
@@ -292,7 +294,7 @@ class ForwardHooks:
         self._forget_steps()
 
     def _forget_steps(self) -> None:
-        self._planned, self._run = {}, []
+        self._planned = {}
         for session in self.sessions:
             session.steps = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -83,7 +83,8 @@ class CacheStream:
         self._known = self._pending_bytes = self._read = 0
         self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._disturbed = False  # whether a lossy method's pass was undone, and no pass has followed
-        self._planned = 1  # the number of tokens whose steps were planned
+        self._steps = dict[int, Sequence[LayerStep]]()  # planned and not committed, by layer
+        self._wrote: Callable[[LayerStep], bool] = lambda _: False
         self._masked = False  # whether the caller's mask masks more than padding
 
     @contextmanager
@@ -236,7 +237,11 @@ class CacheStream:
     def plan(self, count: int = 1) -> dict[int, Sequence[LayerStep]]:
         """Return the steps of ``count`` tokens in each layer that can plan them. Several are planned if their entries
         take the next rows, and if so many queries do not read the entries of a long text again and again."""
-        self._planned = count
+        self._steps = self._planned_steps(count)
+        return self._steps
+
+    def _planned_steps(self, count: int) -> dict[int, Sequence[LayerStep]]:
+        before, self._groups = self._groups, []
         if not self._plannable or self._latent:
             return {}
         if count > 1:
@@ -256,7 +261,6 @@ class CacheStream:
             steps[index] = step
             if self.streams and (key := layer.resident.group) is not None:
                 groups.setdefault((key, step.entries), []).append((index, step, layer.resident))
-        before, self._groups = self._groups, []
         for members in groups.values():
             indices, planned, residents = zip(*members, strict=True)
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
@@ -272,14 +276,22 @@ class CacheStream:
         more = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
         return not more and self.ledger.batch == 1 and self.ledger.visible is None
 
+    def watch(self, wrote: Callable[[LayerStep], bool]) -> None:
+        """Ask ``wrote`` which steps of :meth:`plan` have written their entries, if the pass is not completed."""
+        self._wrote = wrote
+
     @outside_inference_mode
-    def commit(self, layers: Iterable[int], completed: bool) -> None:
-        """Record that the steps of :meth:`plan` have run in ``layers``, and let selectors score by their attention.
-        completed: the whole pass has run."""
-        for index in layers:
-            self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
-            for _ in range(self._planned):
-                self.layers[index].commit()
+    def commit(self, completed: bool) -> None:
+        """Record that the steps of :meth:`plan` have run, and let selectors score by their attention. completed: the
+        whole pass has run; otherwise those count that have written their entries. An interrupted call can be
+        repeated."""
+        while self._steps:
+            index, steps = next(iter(self._steps.items()))
+            if completed or all(map(self._wrote, steps)):
+                self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
+                while self.layers[index].get_seq_length() < self._known + len(steps):
+                    self.layers[index].commit()
+            del self._steps[index]
         for group in self._groups:
             group.finish(completed)
 
@@ -386,7 +398,6 @@ class CacheStream:
                 self.roll_back()
             return
         self.disk.check()
-        self.open = False
         if self.streams:
             if any(layer.arrived != self.ledger.length for layer in self.bounded):
                 raise KvkeepError(
@@ -396,6 +407,7 @@ class CacheStream:
             held_bytes = sum(one.resident_bytes + one.compressed_bytes for one in self.holdings)
             self.meter.cache(held_bytes + self._pending_bytes)
             self._pending_bytes = 0
+        self.open = False
         if self.round is not None:
             self.round.after_forward()
         length = self._processed()
@@ -415,6 +427,8 @@ class CacheStream:
         undone, EntriesLost if entries on disk are lost, and UsageError during another thread's pass."""
         self.owner.check()
         self.disk.check()
+        if self.open:
+            self.commit(False)
         in_round = self.round is not None and self.round.open
         lost = any(layer.lost for layer in self.bounded)
         if lost or (self.open and self.moving and not (restoring or in_round)):

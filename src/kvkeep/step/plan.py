@@ -8,6 +8,7 @@ on how a store encodes the evicted entry.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import is_
@@ -166,6 +167,19 @@ class StoreShare(NamedTuple):
     """:attr:`LayerStep.evict`."""
     seen: Tensor | None = None
     """:attr:`LayerStep.seen`."""
+
+
+class Writes:
+    """Which steps of a pass have written their entries: an error or an interrupt may come between two of them, or
+    behind the call that has run them."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+        """Of the pass, for the library, which notes it in each step."""
+        self.steps: set[int] = set()
+        """Ids of parts of steps, by tensor operations."""
 
 
 class LayerStep(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.errors import BadCall
 from kvkeep.step.checks import check, check_lanes
-from kvkeep.step.plan import Coded, LayerStep, Segment
+from kvkeep.step.plan import Coded, LayerStep, Segment, Writes
 
 MAX_CODED_QUERIES = 8
 """The maximum number of queries for which codes are multiplied directly; for more, decoding the codes first is cheaper.
@@ -28,10 +28,15 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     bank = check(step)
     if (keys.shape, values.shape) != tuple((bank.lanes, width) for width in bank.widths):
         raise BadCall("new entries must have the width of a bank's rows, one for each lane")
-    _write(step, keys, values)
+    _write(step, keys, values, Writes())
 
 
-def _write(step: LayerStep, keys: Tensor, values: Tensor) -> None:
+def wrote(step: LayerStep, writes: Writes) -> bool:
+    """Return whether the entry that a step evicts is copied. Its place may then have the new one."""
+    return all(id(part) in writes.steps for part in step.parts)
+
+
+def _write(step: LayerStep, keys: Tensor, values: Tensor, writes: Writes) -> None:
     append, evict, ranks = step.append, step.evict, step.ranks
     own_keys, own_values = append.keys.flatten(0, -3), append.values.flatten(0, -3)
     lane = torch.arange(len(own_keys), device=own_keys.device)
@@ -51,6 +56,7 @@ def _write(step: LayerStep, keys: Tensor, values: Tensor) -> None:
         for name in beside:
             if (target := getattr(evict, name)) is not None:
                 target[:, 0] = getattr(append, name)[place]
+    writes.steps.add(id(step))
     own_keys[place], own_values[place] = keys, values
     fresh = (step.slot, 0.0 if step.new_scores is None else step.new_scores, 0.0, 0)
     for name, new in zip(beside, fresh, strict=True):
@@ -59,14 +65,22 @@ def _write(step: LayerStep, keys: Tensor, values: Tensor) -> None:
 
 
 def run(
-    steps: Sequence[LayerStep], tokens: Sequence[int], query: Tensor, key: Tensor, value: Tensor, scaling: float
+    steps: Sequence[LayerStep],
+    tokens: Sequence[int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    writes: Writes | None = None,
 ) -> Tensor:
     """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
     heads, value_dim). Places of the row without such a token get 0.
 
     steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim). Raises BadCall where a step does not fit its tensors.
+    (1, kv_heads, row, dim). writes: notes which steps have written. Raises BadCall where a step does not fit its
+    tensors.
     """
+    writes = writes or Writes()
     for one, token in zip(steps, tokens, strict=True):
         check_lanes(one.parts, [check(part) for part in one.parts], (key.shape[1], key.shape[3], value.shape[3]))
         if not 0 <= token < query.shape[2]:
@@ -74,7 +88,7 @@ def run(
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
         lanes_here = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
-        _write(step, key[0, lanes_here, token], value[0, lanes_here, token])
+        _write(step, key[0, lanes_here, token], value[0, lanes_here, token], writes)
         grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes_here, :, None]
         segments = step.segments()
         if step.reduce:

@@ -203,6 +203,17 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             self.trim()
         return seen
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise RuntimeError if the window has discarded entries that it needs after a crop."""
+        if not self.is_initialized:
+            return
+        count, left = self.keys.shape[-2], self.cumulative_length + tokens_to_remove
+        if count + tokens_to_remove < min(self.sliding_window - 1, left):
+            raise RuntimeError(
+                f"A sliding window has {count} of {self.cumulative_length} entries, and cannot go back "
+                f"{-tokens_to_remove}; call activate_past_recording() before the tokens that may be removed."
+            )
+
     def trim(self) -> None:
         """Copy the window out of the larger tensor that it is a view of."""
         window = slice(-self.sliding_window + 1, None)

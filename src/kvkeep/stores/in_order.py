@@ -142,12 +142,13 @@ class Newest(Resident):
             spans.append(Span(keys, values, 0, stop - capacity))
         return LayerStep(append, self.length, evict=share.evict, attend=spans)
 
-    def commit(self) -> None:
-        evicted = self.evicted
-        self._keys.advance()
-        self._values.advance()
-        if self.evicted > evicted:
+    def commit(self) -> None:  # in an order in which an interrupted call can be repeated
+        full = self.length - self.evicted == self._keys.capacity
+        if full and self.store.taken == self.evicted:
             self.store.commit()
+        if self._values.length == self._keys.length:
+            self._values.advance()
+        self._keys.advance()
 
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         length = sum(piece.shape[1] for piece in keys)
@@ -192,8 +193,10 @@ class Newest(Resident):
         return (torch.arange(self.length) >= self.evicted)[None]
 
     def truncate(self, length: int) -> None:
-        self._keys.truncate(length)
-        self._values.truncate(length)
+        self.store.truncate(length, self)  # type: ignore[arg-type]  # a failed write may have left rows
+        for rows in (self._keys, self._values):
+            rows.truncate(length)
+            rows.first = max(rows.first, self.store.taken)  # an interrupted step has given its entry to the store
 
     def select(self, lanes: Tensor) -> None:
         self._keys.select(lanes)

@@ -77,8 +77,9 @@ class Layer(CacheLayerMixin):
         return self.reader.plan(self) if self.heads and self.pending is None else None
 
     def commit(self) -> None:
-        """Note that the step of :meth:`plan` has run."""
-        self.resident.commit()
+        """Note that the step of :meth:`plan` has run. An interrupted call can be repeated."""
+        if self.resident.length == self.length:
+            self.resident.commit()
         self.length += 1
 
     @outside_inference_mode

@@ -6,7 +6,7 @@ So a query's result has the same bits in any batch, and wherever the entries lie
 
 from kvkeep.step.native.calls import Call, CollectedAttention, attend_all, in_order, received, scored
 from kvkeep.step.native.entries import can_attend, can_join, can_read, spans_of, supports_dims
-from kvkeep.step.native.steps import can_insert, insert, run, run_layers
+from kvkeep.step.native.steps import can_insert, insert, run, run_layers, wrote
 
 __all__ = [
     "Call",
@@ -24,4 +24,5 @@ __all__ = [
     "scored",
     "spans_of",
     "supports_dims",
+    "wrote",
 ]

@@ -27,7 +27,7 @@ from kvkeep.native.structures import (
 )
 from kvkeep.step.checks import bank_of, check_beside, check_lanes, check_token
 from kvkeep.step.native.entries import compiled, memory_of, narrow, table_of
-from kvkeep.step.plan import Destination, LayerStep
+from kvkeep.step.plan import Destination, LayerStep, Writes
 
 
 def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
@@ -51,19 +51,25 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
 
 
 def run(
-    steps: Sequence[LayerStep], tokens: Sequence[int], query: Tensor, key: Tensor, value: Tensor, scaling: float
+    steps: Sequence[LayerStep],
+    tokens: Sequence[int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    writes: Writes | None = None,
 ) -> Tensor:
     """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
     heads, value_dim). Places of the row without such a token have arbitrary results.
 
     steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim).
+    (1, kv_heads, row, dim). writes: notes which steps have written.
     """
     heads, row = query.shape[1:3]
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
     output = torch.empty(1, row, heads, value.shape[3], dtype=torch.bfloat16)
     lse = torch.empty(row, heads)
-    (addresses,) = _addresses([steps], tokens, (key.shape[1], key.shape[3], value.shape[3]))
+    (addresses,) = _addresses([steps], tokens, writes or Writes(), (key.shape[1], key.shape[3], value.shape[3]))
     table = address_table(addresses)
     kernels().kvkeep_attend_sessions(
         address_of(table), len(table), query, key, value, row, heads, False, scaling, output, lse
@@ -72,16 +78,23 @@ def run(
 
 
 def run_layers(
-    layers: Table, scaling: Table, steps: Sequence[Sequence[LayerStep]], x: Tensor, cos: Tensor, sin: Tensor
+    layers: Table,
+    scaling: Table,
+    steps: Sequence[Sequence[LayerStep]],
+    writes: Writes,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """Run all layers of a decoder for one token of each of several sessions; return the output of the last layer,
     (1, tokens, hidden).
 
     layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, a step
-    for each token. x: (1, tokens, hidden), the input of the first layer. cos, sin: (tokens, dim).
+    for each token. writes: notes which of them have written. x: (1, tokens, hidden), the input of the first layer. cos,
+    sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
-    by_layer = _addresses(steps, range(x.shape[1]))  # their shapes are the layers'
+    by_layer = _addresses(steps, range(x.shape[1]), writes)  # their shapes are the layers'
     table, counts = address_table([*chain.from_iterable(by_layer)]), count_table([*map(len, by_layer)])
     starts = [address_of(table) + ADDRESS_BYTES * number for number in accumulate(counts, initial=0)]
     kernels().kvkeep_run_layers(
@@ -97,8 +110,16 @@ def run_layers(
     return x
 
 
+def wrote(step: LayerStep, writes: Writes) -> bool:
+    """Return whether the entry that a step evicts is copied. Its place may then have the new one."""
+    return all(_form(part).struct.written == writes.number for part in step.parts)
+
+
 def _addresses(
-    layers: Sequence[Sequence[LayerStep]], tokens: Sequence[int], shape: tuple[int, int, int] | None = None
+    layers: Sequence[Sequence[LayerStep]],
+    tokens: Sequence[int],
+    writes: Writes,
+    shape: tuple[int, int, int] | None = None,
 ) -> list[list[int]]:
     """Return where the steps of each layer lie in the library's form, one for each of ``tokens``. shape: KV heads,
     key_dim and value_dim of the new entries; None: the library knows them. Raises BadCall where a step has others."""
@@ -115,7 +136,7 @@ def _addresses(
                     form.write(part)
                 lanes = check_lanes(step.parts, [one.bank for one in forms], shape)
             for form in forms:
-                form.struct.token, form.struct.token_lanes = token, lanes
+                form.struct.token, form.struct.token_lanes, form.struct.number = token, lanes, writes.number
                 addresses.append(form.address)
         found.append(addresses)
     return found

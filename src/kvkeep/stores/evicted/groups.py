@@ -66,8 +66,10 @@ class FewBits(Codec):
         keys, values = self.coded(parts)
         size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])  # numbers that attention decodes codes into
         self.meter.hold(size)
-        yield Piece(keys, values, slots.flatten(1), gaps=gaps)
-        self.meter.hold(-size)
+        try:
+            yield Piece(keys, values, slots.flatten(1), gaps=gaps)
+        finally:
+            self.meter.hold(-size)
 
 
 class EncodedGroups(NamedTuple):
