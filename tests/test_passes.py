@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import saved
 from families import VOCABULARY, tiny
 from helpers import broken, forward
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
@@ -16,10 +17,18 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 from kvkeep import KeepCache, KvkeepError, UsageError
 from kvkeep.engine.batch import Read
 from kvkeep.engine.batch import forward as together
+from kvkeep.models import fused
+from kvkeep.models.loading import load
+from kvkeep.passes import hooks
 from kvkeep.passes.stream import CacheStream
 from kvkeep.transfer import state
 
 TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
+PLANNED: list[dict[str, Any]] = [
+    {"method": "full"},
+    {"method": "kv-direct", "budget": 16, "checkpoint": "kv", "where": "host"},
+    {"method": "kv-direct", "budget": 16, "checkpoint": "kv", "where": "disk"},
+]
 WAYS = [("full", None), ("static", 70), ("paged", None), ("kv-direct", 16), ("h2o", 16), ("snapkv+verified", 16)]
 
 
@@ -45,6 +54,57 @@ def test_what_was_left_in_the_middle_is_undone(method: str, budget: int | None, 
             assert logits.isfinite().all() and {layer.length for layer in one.layers} == {50}
         else:
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def native_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model whose steps the library runs."""
+    return load(saved(tiny("llama"), tmp_path_factory.mktemp("native")), weights="bfloat16", device="cpu").model
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("written", [True, False], ids=["behind the call", "before it"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError], ids=["interrupt", "exception"])
+@pytest.mark.parametrize("at_once", [True, False], ids=["all layers", "layer by layer"])
+@pytest.mark.parametrize("options", PLANNED, ids=lambda one: f"{one['method']} {one.get('where', '')}")
+def test_a_planned_step_that_was_left_is_undone(
+    options: dict[str, Any],
+    at_once: bool,
+    error: type[BaseException],
+    written: bool,
+    native_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python raises an interrupt behind the call that has written the entries, and memory may run out before it. What
+    an entry has replaced is in the checkpoint, or still in its place."""
+    model, calls = native_model, 0
+    cache, other = (KeepCache(model, **options) for _ in range(2))
+    for one in (cache, other):
+        forward(model, one, TEXT[:, :30])
+    real = fused.run_layers if at_once else hooks.native.run
+
+    def left(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        last = at_once or calls % 3 == 0
+        result = real(*given) if written or not last else None
+        if last:
+            raise error
+        return result
+
+    for step in range(30, 50):
+        if step % 4 == 0:
+            with monkeypatch.context() as patch, pytest.raises(error):
+                if not at_once:
+                    patch.setattr(fused.FusedLayers, "can_run", lambda self, steps: False)
+                patch.setattr(*((fused, "run_layers", left) if at_once else (hooks.native, "run", left)))
+                forward(model, cache, TEXT[:, step : step + 1])
+            assert cache.get_seq_length() == step
+        found, wanted = (forward(model, one, TEXT[:, step : step + 1]).logits for one in (cache, other))
+        assert torch.equal(found, wanted), step
+    assert calls
+    again = state(cache), state(other)
+    assert again[0].keys() == again[1].keys()
 
 
 @pytest.mark.parametrize("method", ["full", "h2o"])

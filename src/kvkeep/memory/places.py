@@ -67,6 +67,8 @@ class Disk:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``shape`` mapped from a new unnamed file."""
         elements = math.prod(shape)
+        if not elements:  # which no system maps
+            return torch.empty(shape, dtype=dtype)
         try:
             with self._file() as file:
                 size = elements * dtype.itemsize

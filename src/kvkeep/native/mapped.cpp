@@ -9,6 +9,7 @@
 #include <atomic>
 #include <mutex>
 
+#include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
 #include <string.h>
@@ -97,6 +98,11 @@ uint64_t digest_of(const char* words, int64_t count) {
     digest = (digest ^ digest >> 29 ^ sums_of_sums[j]) * 0xbf58476d1ce4e5b9u;
   }
   return digest;
+}
+
+// A child of fork has a mutex that another thread of the parent may have locked.
+__attribute__((constructor)) void watch_forks() {
+  pthread_atfork([] { changes.lock(); }, [] { changes.unlock(); }, [] { changes.unlock(); });
 }
 
 }  // namespace

@@ -117,9 +117,9 @@ class CachePositions:
         self.base, moved, count, *rest = state.tolist()
         self._moved, bases = bool(moved), rest[:count]
         self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
-        self._next, *turned = torch.tensor(rest[count:]).chunk(2)
+        self._next, turned = torch.tensor(rest[count:]).chunk(2)
         self.gap = self._next
-        self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # for older sessions
+        self._turned = self._before = turned.bool()
 
     def check(self, rows: int, length: int, layers: int) -> None:
         within("the base of positions", self.base, 0, length + 1)
