@@ -413,7 +413,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
     given = [
         {"x": bfloat16(3, 63)}, {"x": torch.ones(3, 64)}, {"bias": bfloat16(31)}, {"y": bfloat16(3, 31)},
         {"stride": 31}, {"stride": -1}, {"stride": 33}, {"inputs": 63}, {"inputs": 0}, {"outputs": 33},
-        {"outputs": -1}, {"kind": 9}, {"kind": -1}, {"panels": short(panels)}, {"panels": None},
+        {"outputs": -1}, {"kind": 99}, {"kind": -1}, {"panels": short(panels)}, {"panels": None},
     ]  # fmt: skip
     for one in given:
         with pytest.raises(BadCall):

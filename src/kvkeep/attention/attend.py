@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from kvkeep.step import native
@@ -24,6 +25,7 @@ def attend(
     query: Tensor,
     segments: Iterable[Segment],
     scaling: float,
+    before: tuple[Tensor, Tensor] | None = None,
     origin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention of ``query`` over the union of ``segments``, and the log-sum-exp of its scores.
@@ -33,12 +35,11 @@ def attend(
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
     no entry gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
 
-    origin: (batch,) ints, the first entry of each row
+    before: output and log-sum-exp of entries already attended. origin: (batch,) ints, the first entry of each row
     that is not padding. It is given where the segments are all entries in the order of the text. The native library
     (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and segments.
     """
-    output: Tensor | None = None
-    lse: Tensor | None = None
+    output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1])
     run = native.CollectedAttention(query, scaling, origin)
     for segment in segments:
         if segment.key.shape[-2] == 0:
