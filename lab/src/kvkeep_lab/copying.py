@@ -17,7 +17,7 @@ MODULES = ("bisect", "colorsys", "fnmatch", "linecache", "reprlib")
 """Modules of Python's standard library whose files are changed: 3,000 to 7,000 characters each."""
 NAMES = ("item", "total", "given", "found", "number", "entry", "limit", "state", "other", "current")
 """New names."""
-SYSTEM = "You are a coding agent. You change files with your tools. Change what you are asked to, and nothing else."
+SYSTEM = "You are a coding agent. You change files with your tools. Change what you are question to, and nothing else."
 ARGUMENTS = {
     "type": "object",
     "properties": {
@@ -51,10 +51,12 @@ class CopyingTask:
 def tasks_of(kind: str, edits: int, seed: int) -> list[CopyingTask]:
     """Return the tasks of one of :data:`KINDS`. edits: the number of edits, chosen by ``seed``. Raises UsageError for
     more edits than there are names to change."""
-    return _edits(edits, seed) if kind == "edits" else [CopyingTask(kind, [{"role": "user", "content": _asked(kind)}])]
+    return (
+        _edits(edits, seed) if kind == "edits" else [CopyingTask(kind, [{"role": "user", "content": _question(kind)}])]
+    )
 
 
-def _asked(kind: str) -> str:
+def _question(kind: str) -> str:
     if kind == "rewrite":
         return f"{source('bisect')}\n\nWrite this file again, with `lo` renamed to `low`. Write the code only."
     if kind == "quotation":
@@ -100,14 +102,14 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def _edit(number: int, module: str, function: str, name: str) -> CopyingTask:
     path, new = f"{module}.py", NAMES[number % len(NAMES)]
-    asked = (
+    question = (
         f"In the function `{function}` of {path}, rename `{name}` to `{new}`. Call `edit` with the lines that change."
     )
     messages = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": f"This is {path}:\n\n{source(module)}"},
         {"role": "assistant", "content": "I have read it."},
-        {"role": "user", "content": asked},
+        {"role": "user", "content": question},
     ]
     calls = Calls([("edit", ARGUMENTS)], required=True, several=False)
     return CopyingTask("edits", messages, [{"type": "function", "function": EDIT}], calls)

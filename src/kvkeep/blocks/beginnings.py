@@ -198,11 +198,11 @@ def keep(
     if len(names) == len(keys):
         ends.append((tail_key, len(ids), transfer.last_token_state(cache)))
     for key, length, moving in ends:
-        whole = length // BLOCK
-        if moving is None or length > len(ids) or whole > len(names) or stop() or not (rows := text.tail(length)):
+        before = length // BLOCK
+        if moving is None or length > len(ids) or before > len(names) or stop() or not (rows := text.tail(length)):
             continue
-        part = torch.tensor([ids[whole * BLOCK : length]], dtype=torch.int32)
-        name = BlockName(space, key(keys[whole - 1] if whole else first.hex()))
+        part = torch.tensor([ids[before * BLOCK : length]], dtype=torch.int32)
+        name = BlockName(space, key(keys[before - 1] if before else first.hex()))
         folder.write(name, {**rows, **moving, NAME_OF_IDS: part}, replace=True, text=[*names, name])
 
 

@@ -72,9 +72,9 @@ class CopiedText:
             hits &= text[number : end - GRAM + number] == text[end - GRAM + number]
         for start in reversed(np.flatnonzero(hits)[-OCCURRENCES:]):
             source = start + GRAM
-            most = min(LONGEST_MATCH, source)
-            same = text[source - most : source][::-1] == text[end - most : end][::-1]
-            match = most if same.all() else int(same.argmin())
+            limit = min(LONGEST_MATCH, source)
+            same = text[source - limit : source][::-1] == text[end - limit : end][::-1]
+            match = limit if same.all() else int(same.argmin())
             if match > best.match:
                 best = Copy(text[source + np.arange(count) % (end - source)].tolist(), match)
         return best

@@ -89,8 +89,9 @@ INLINE I values_of(I codes, const int8_t* values) {
 
 // ---- integer sums of dwords FROM .. TO ------------------------------------------------------------------------------
 //
-// Codes of up to 6 bits are unsigned, those of 8 bits and the values of a table signed. VNNI multiplies unsigned bytes by signed ones: for codes
-// of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted from the result.
+// Codes of up to 6 bits are unsigned, those of 8 bits and the values of a table signed. VNNI multiplies unsigned bytes
+// by signed ones: for codes of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted from
+// the result.
 
 #if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)
 #if defined(KVKEEP_AVX512)
@@ -128,8 +129,8 @@ template <int BITS> INLINE I base_of(const I (&)[8]) { return iset(0); }
 INLINE I pairs(I w, const int8_t* x) { return _mm256_maddubs_epi16(w, iset(load32(x))); }
 INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
 INLINE I widened(I sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
-// Sums of two products in 16 bits: of up to 4 bits at most 2 * 15 * 127, so that eight fit; of 5 bits four, of 6 bits two; of
-// 8 bits |w| <= 128 with inputs of w's sign, 2 * 128 * 127 = 32512.
+// Sums of two products in 16 bits: of up to 4 bits at most 2 * 15 * 127, so that eight fit; of 5 bits four, of 6 bits
+// two; of 8 bits |w| <= 128 with inputs of w's sign, 2 * 128 * 127 = 32512.
 template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
   if constexpr (BITS == 8) {
     I sum = iset(0);
@@ -140,7 +141,7 @@ template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], cons
     }
     return sum;
   }
-  constexpr int MOST = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2, FIT = MOST < TO - FROM ? MOST : TO - FROM;
+  constexpr int LARGEST = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2, FIT = LARGEST < TO - FROM ? LARGEST : TO - FROM;
   I sum = iset(0);
   UNROLLED for (int i = FROM; i < TO; i += FIT) {
     I part = pairs(w[i], x + 4 * i);

@@ -3,7 +3,8 @@
 // Inputs are rounded to 8 bits by groups of 32 (inputs.h), a group's products are summed as integers (dot.h), and a
 // row's groups are added in order:
 //   sum = fma(scale of weights * scale of inputs, integer sum, sum), then sum = fma(offset, inputs' sum, sum).
-// With bfloat16 and float16 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in the order of inputs.
+// With bfloat16 and float16 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in the
+// order of inputs.
 // Either way an output's bits depend on its row and its weights, and on nothing else.
 #pragma once
 
@@ -216,7 +217,7 @@ static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup
   }
 }
 
-// ---- weights of 16 bits -----------------------------------------------------------------------------------------------
+// ---- weights of 16 bits --------------------------------------------------------------------------------------------
 
 template <int KIND, int R> static void float_rows(const uint8_t* panel, int64_t inputs, const float* x, float* out) {
   vf sums[R];

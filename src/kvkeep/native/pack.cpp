@@ -299,7 +299,10 @@ void dequantise(int64_t kind, const BlockParts& u, float* row) {
   for (int i = 0; i < l.unit; i++) {
     float s = scale, o = offset;
     if (kind == KV_Q6_K) s = scale * float(int8_t(u.scales[i / 16]));
-    else if (kind == KV_Q2_K) { s = scale * float(u.scales[i / 16] & 15); o = -(offset * float(u.scales[i / 16] >> 4)); }
+    else if (kind == KV_Q2_K) {
+      s = scale * float(u.scales[i / 16] & 15);
+      o = -(offset * float(u.scales[i / 16] >> 4));
+    }
     else if (kind == KV_Q3_K) s = scale * float(third_scale(u.scales, i / 16));
     else if (kind == KV_IQ4_XS) s = scale * float(int8_t(u.scales[i / 32]));
     else if (l.unit == 256) { s = scale * float(u.scales[i / 32]); o = -(offset * float(u.offsets[i / 32])); }

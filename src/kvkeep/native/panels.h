@@ -1,16 +1,17 @@
 // How a matrix lies in memory: panels of 16 outputs, in units of 32 or 256 inputs.
 //
 // A unit holds, for its 16 outputs: codes by groups of 32 inputs, then scales and offsets. A weight is
-// scale * (code - zero_point) + offset, or scale * value of the code, where a kind has a table of values. Of a group of 32 inputs, number 4 i + b is byte b of dword i of a lane:
+// scale * (code - zero_point) + offset, or scale * value of the code, where a kind has a table of values. Of a group of
+// 32 inputs, number 4 i + b is byte b of dword i of a lane:
 //   two bits: [2][16 lanes][4 bytes], dword i in bits 2 (i % 4) and the next of part i / 4;
 //   nibbles: [4][16 lanes][4 bytes], dword 2 j in the low halves of step j, dword 2 j + 1 in the high ones;
 //   a third or a fifth bit: [16 lanes][4 bytes], that of dword i in bit i;
 //   a fifth and a sixth: as two bits;
 //   bytes: [8][16 lanes][4 bytes], with a sign.
 // K kinds have one float16 scale (and offset) of a unit, times integers: [8 groups][16 lanes] bytes, offsets'
-// behind those of scales; Q6_K: [16 halves of groups][16 lanes] signed bytes; IQ4_XS: [8 groups][16 lanes] signed bytes;
-// Q2_K: [16 halves][16 lanes] bytes, a scale in the low half and an offset in the high one; Q3_K: [12][16 lanes], the
-// file's bytes.
+// behind those of scales; Q6_K: [16 halves of groups][16 lanes] signed bytes; IQ4_XS: [8 groups][16 lanes] signed
+// bytes; Q2_K: [16 halves][16 lanes] bytes, a scale in the low half and an offset in the high one; Q3_K: [12][16 lanes],
+// the file's bytes.
 // MXFP4 has no float16 scale, but a power of two: [16 lanes] exponents, 128 more than they are.
 // bfloat16: [inputs / 2][16 lanes][2]; float16: [inputs][16 lanes].
 #pragma once

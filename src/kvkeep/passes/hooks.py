@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -128,7 +127,7 @@ class ForwardHooks:
             if session.error is None:
                 first = session.span.start or 0
                 count = (self._tokens if session.span.stop is None else session.span.stop) - first
-                session.steps = self._attempt(session, session.stream.plan, count) or {}
+                session.steps = self._attempt(session, session.stream.plan, count, self.wrote) or {}
                 for index, planned in session.steps.items():
                     steps, tokens = self._planned.setdefault(index, ([], []))
                     steps += planned
@@ -136,9 +135,10 @@ class ForwardHooks:
         self._residuals = [one for one in self.sessions if one.error is None and one.stream.wants_residuals]
         exact = all(session.stream.exact for session in self.sessions if session.steps)
         self._executor, self.writes = native if exact else plain, Writes()
-        for session in sessions:
-            if session.error is None:
-                session.stream.watch(partial(self._executor.wrote, writes=self.writes))
+
+    def wrote(self, step: LayerStep) -> bool:
+        """Return whether a planned step of the last pass has written its entry."""
+        return bool(self._executor.wrote(step, self.writes))
 
     def every_layer(self) -> list[list[LayerStep]]:
         """Return the steps of each layer, one for each token of the row. Return nothing if any layer or session has

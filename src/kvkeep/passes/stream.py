@@ -234,25 +234,23 @@ class CacheStream:
         return self.checkpoint is not None and self.checkpoint.by_token
 
     @outside_inference_mode
-    def plan(self, count: int = 1) -> dict[int, Sequence[LayerStep]]:
+    def plan(self, count: int, wrote: Callable[[LayerStep], bool]) -> dict[int, Sequence[LayerStep]]:
         """Return the steps of ``count`` tokens in each layer that can plan them. Several are planned if their entries
-        take the next rows, and if so many queries do not read the entries of a long text again and again."""
-        self._steps = self._planned_steps(count)
-        return self._steps
-
-    def _planned_steps(self, count: int) -> dict[int, Sequence[LayerStep]]:
-        before, self._groups = self._groups, []
+        take the next rows, and if so many queries do not read the entries of a long text again and again. wrote: says
+        whether a step has written its entry, if the pass is not completed."""
+        before, self._groups, self._steps, self._wrote = self._groups, [], {}, wrote
         if not self._plannable or self._latent:
             return {}
         if count > 1:
             if self.streams or not self.exact or count > MAX_PLANNED or count * self.length > MAX_READS:
                 return {}
             found = {index: self.layers[index].plan(count) for index in self._single}
-            return {
+            self._steps = {
                 index: [step.later(place) for place in range(count)]
                 for index, step in found.items()
                 if step is not None
             }
+            return {**self._steps}
         steps, groups = dict[int, LayerStep](), dict[Hashable, list[tuple[int, LayerStep, Any]]]()
         for index in self._single:
             layer = self.layers[index]
@@ -266,7 +264,8 @@ class CacheStream:
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
             steps |= zip(indices, group.plan(planned), strict=True)
             self._groups.append(group)
-        return {index: [step] for index, step in steps.items()}
+        self._steps = {index: [step] for index, step in steps.items()}
+        return {**self._steps}
 
     @property
     def _plannable(self) -> bool:
@@ -275,10 +274,6 @@ class CacheStream:
             return self.masks_itself and self.first is None
         more = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
         return not more and self.ledger.batch == 1 and self.ledger.visible is None
-
-    def watch(self, wrote: Callable[[LayerStep], bool]) -> None:
-        """Ask ``wrote`` which steps of :meth:`plan` have written their entries, if the pass is not completed."""
-        self._wrote = wrote
 
     @outside_inference_mode
     def commit(self, completed: bool) -> None:

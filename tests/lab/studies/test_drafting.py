@@ -20,9 +20,9 @@ def test_both_ways_give_one_answer_in_different_numbers_of_passes(tmp_path: Path
     found = Drafting(edits=3, rounds=2, new=40).measure(Trial(copying(tmp_path)))
     assert [one.kind for one in found.answers] == ["rewrite"] * 2 + ["quotation"] * 2 + ["edits"] * 3 + ["story"] * 2
     for one in found.answers:
-        assert one.same and one.tokens > 1 and one.alone.seconds > 0 and one.drafts.seconds > 0
-        assert one.alone.passes == one.tokens - 1 and not one.alone.drafted
-        assert one.drafts.passes == one.alone.passes - one.drafts.accepted and one.drafts.accepted
+        assert one.same and one.tokens > 1 and one.without.seconds > 0 and one.drafts.seconds > 0
+        assert one.without.passes == one.tokens - 1 and not one.without.drafted
+        assert one.drafts.passes == one.without.passes - one.drafts.accepted and one.drafts.accepted
     assert Drafting().problem(found) is None and len(Drafting().tables(found)[0].rows) == len(KINDS)
 
 

@@ -56,7 +56,7 @@ class DraftedAnswer:
     tokens: int
     same: bool
     """Whether both have the same tokens."""
-    alone: TimedAnswer
+    without: TimedAnswer
     """Without drafts."""
     drafts: TimedAnswer
     """With drafts."""
@@ -113,8 +113,8 @@ class Drafting(Study):
                 trial.progress(f"{task.kind}, answer {number + 1}", number, len(tasks))
                 ask = writer.ask(task)
                 ways = [writer.write(ask, drafts=bool((number + way) % 2)) for way in range(2)]
-                (one, alone), (other, drafted) = ways if number % 2 == 0 else ways[::-1]
-                answer = DraftedAnswer(task.kind, number, len(one), one == other, alone, drafted)
+                (one, without), (other, drafted) = ways if number % 2 == 0 else ways[::-1]
+                answer = DraftedAnswer(task.kind, number, len(one), one == other, without, drafted)
                 found.answers.append(answer)
                 trial.say(_line(answer))
         return found
@@ -139,8 +139,8 @@ class Drafting(Study):
         for kind in each(found.answers, "kind"):
             mine = where(found.answers, kind=kind)
             steps = sum(one.tokens - 1 for one in mine)
-            rates = [steps / max(1e-9, sum(way(one).seconds for one in mine)) for way in (_alone, _drafts)]
-            ratios = [one.alone.seconds / max(1e-9, one.drafts.seconds) for one in mine]
+            rates = [steps / max(1e-9, sum(way(one).seconds for one in mine)) for way in (_without, _drafts)]
+            ratios = [one.without.seconds / max(1e-9, one.drafts.seconds) for one in mine]
             drafted = sum(one.drafts.drafted for one in mine)
             right = sum(one.drafts.accepted for one in mine) / drafted if drafted else None
             passes = sum(one.drafts.passes for one in mine)
@@ -150,8 +150,8 @@ class Drafting(Study):
         return [table]
 
 
-def _alone(one: DraftedAnswer) -> TimedAnswer:
-    return one.alone
+def _without(one: DraftedAnswer) -> TimedAnswer:
+    return one.without
 
 
 def _drafts(one: DraftedAnswer) -> TimedAnswer:
@@ -159,8 +159,8 @@ def _drafts(one: DraftedAnswer) -> TimedAnswer:
 
 
 def _line(one: DraftedAnswer) -> str:
-    ratio = one.alone.seconds / max(1e-9, one.drafts.seconds)
-    seconds = f"{one.alone.seconds:.2f} s without drafts, {one.drafts.seconds:.2f} s with them"
+    ratio = one.without.seconds / max(1e-9, one.drafts.seconds)
+    seconds = f"{one.without.seconds:.2f} s without drafts, {one.drafts.seconds:.2f} s with them"
     return f"{one.kind} {one.number + 1}: {one.tokens} tokens, {seconds}, {ratio:.2f} ×"
 
 
