@@ -90,8 +90,8 @@ INLINE I values_of(I codes, const int8_t* values) {
 // ---- integer sums of dwords FROM .. TO ------------------------------------------------------------------------------
 //
 // Codes of up to 6 bits are unsigned, those of 8 bits and the values of a table signed. VNNI multiplies unsigned bytes
-// by signed ones: for codes of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted from
-// the result.
+// by signed ones: for codes of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted
+// from the result.
 
 #if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)
 #if defined(KVKEEP_AVX512)

@@ -10,8 +10,8 @@
 //   bytes: [8][16 lanes][4 bytes], with a sign.
 // K kinds have one float16 scale (and offset) of a unit, times integers: [8 groups][16 lanes] bytes, offsets'
 // behind those of scales; Q6_K: [16 halves of groups][16 lanes] signed bytes; IQ4_XS: [8 groups][16 lanes] signed
-// bytes; Q2_K: [16 halves][16 lanes] bytes, a scale in the low half and an offset in the high one; Q3_K: [12][16 lanes],
-// the file's bytes.
+// bytes; Q2_K: [16 halves][16 lanes] bytes, a scale in the low half and an offset in the high one; Q3_K: [12][16
+// lanes], the file's bytes.
 // MXFP4 has no float16 scale, but a power of two: [16 lanes] exponents, 128 more than they are.
 // bfloat16: [inputs / 2][16 lanes][2]; float16: [inputs][16 lanes].
 #pragma once
