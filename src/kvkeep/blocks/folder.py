@@ -25,9 +25,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 from weakref import WeakValueDictionary
@@ -48,8 +46,6 @@ HEADER = struct.Struct("<8sII")
 ALIGNMENT = 64
 MAX_DESCRIPTION = 1 << 24
 """The maximum number of bytes of a description: a tensor takes about 60 of them."""
-READERS = min(4, os.cpu_count() or 1)
-"""Threads that read blocks at once."""
 COLUMNS = 8191
 """Columns of words that a checksum sums."""
 _DTYPES = {
@@ -284,22 +280,13 @@ class BlockFolder:
     def read_first(
         self, names: Sequence[BlockName], home: Place = MEMORY
     ) -> tuple[list[dict[str, Tensor]], StoreError | None]:
-        """Return the tensors of the first blocks that can be read (:meth:`read`), and the error of the next one.
-        Several threads read: the system fills new memory while another block's checksum is compared."""
+        """Return the tensors of the first blocks that can be read (:meth:`read`), and the error of the next one."""
         blocks: list[dict[str, Tensor]] = []
-        with ThreadPoolExecutor(READERS, "kvkeep-block") as pool:
+        for name in names:
             try:
-                reads: list[Callable[[], dict[str, Tensor]]]
-                reads = [pool.submit(self.read, name, home).result for name in names]
-            except RuntimeError:  # no thread can be started
-                pool.shutdown(cancel_futures=True)
-                reads = [partial(self.read, name, home) for name in names]
-            for read_one in reads:
-                try:
-                    blocks.append(read_one())
-                except StoreError as error:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    return blocks, error
+                blocks.append(self.read(name, home))
+            except StoreError as error:
+                return blocks, error
         return blocks, None
 
     def write(
