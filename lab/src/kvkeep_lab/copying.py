@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, resources
@@ -17,7 +18,7 @@ MODULES = ("bisect", "colorsys", "fnmatch", "linecache", "reprlib")
 """Modules of Python's standard library whose files are changed: 3,000 to 7,000 characters each."""
 NAMES = ("item", "total", "given", "found", "number", "entry", "limit", "state", "other", "current")
 """New names."""
-SYSTEM = "You are a coding agent. You change files with your tools. Change what you are question to, and nothing else."
+SYSTEM = "You are a coding agent. You change files with your tools. Change what the user names, and nothing else."
 ARGUMENTS = {
     "type": "object",
     "properties": {
@@ -51,9 +52,9 @@ class CopyingTask:
 def tasks_of(kind: str, edits: int, seed: int) -> list[CopyingTask]:
     """Return the tasks of one of :data:`KINDS`. edits: the number of edits, chosen by ``seed``. Raises UsageError for
     more edits than there are names to change."""
-    return (
-        _edits(edits, seed) if kind == "edits" else [CopyingTask(kind, [{"role": "user", "content": _question(kind)}])]
-    )
+    if kind == "edits":
+        return _edits(edits, seed)
+    return [CopyingTask(kind, [{"role": "user", "content": _question(kind)}])]
 
 
 def _question(kind: str) -> str:
@@ -90,14 +91,11 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield each function of a file with each of its variables that it has in two or more places."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            used = [one.id for one in ast.walk(function) if isinstance(one, ast.Name)]
-            set_here = [
-                one.id for one in ast.walk(function) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-            ]
-            given = [one.arg for one in function.args.args]
-            for name in dict.fromkeys([*given, *set_here]):
-                if used.count(name) > 1 - (name in given) and name != "self":
-                    yield function.name, name
+            names = [one for one in ast.walk(function) if isinstance(one, ast.Name)]
+            variables = [one.arg for one in function.args.args if one.arg != "self"]
+            places = Counter([*variables, *(one.id for one in names)])
+            variables += [one.id for one in names if isinstance(one.ctx, ast.Store)]
+            yield from ((function.name, name) for name in dict.fromkeys(variables) if places[name] > 1)
 
 
 def _edit(number: int, module: str, function: str, name: str) -> CopyingTask:
