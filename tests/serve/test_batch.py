@@ -139,7 +139,7 @@ def test_a_read_that_fails_leaves_its_cache_as_it_was_and_others_alone(monkeypat
         return own(module, *given)
 
     monkeypatch.setattr(bad.stream, "attend", broken)
-    monkeypatch.setattr(bad.stream, "plan", lambda count: {})  # all of its layers attend so
+    monkeypatch.setattr(bad.stream, "plan", lambda *given: {})  # all of its layers attend so
     found, error = forward(model, [Read(good, [5]), Read(bad, [6])])
     assert isinstance(found, Tensor) and isinstance(error, RuntimeError)
     (error,) = forward(model, [Read(bad, [6])])

@@ -171,7 +171,7 @@ def test_a_session_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(stream, "attend", broken)
-    monkeypatch.setattr(stream, "plan", lambda count: {})  # all of its layers attend so
+    monkeypatch.setattr(stream, "plan", lambda *given: {})  # all of its layers attend so
     run(engine)
     error = bad.events[-1]
     assert isinstance(error, KvkeepError) and "(RuntimeError)" in str(error)

@@ -43,7 +43,7 @@ def loaded(family: str, folder: Path, bits: bool = True) -> Any:
 @torch.no_grad()
 def alone(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
     """One session, layer by layer, nothing of which is planned."""
-    with patch.object(CacheStream, "plan", lambda self, count: {}):
+    with patch.object(CacheStream, "plan", lambda self, *given: {}):
         return in_one_call(model, cache, ids)
 
 

@@ -38,7 +38,7 @@ def test_a_token_replaces_the_same_entry_as_by_plain_operations(
     calls: list[object] = []
     own = native.insert
     monkeypatch.setattr(native, "insert", lambda *given: (calls.append(given), own(*given)))
-    monkeypatch.setattr(CacheStream, "plan", lambda self, count: {})
+    monkeypatch.setattr(CacheStream, "plan", lambda self, *given: {})
     by_library = states(name, batch)
     for module in (entries, steps):
         monkeypatch.setattr(module, "library", lambda: None)
