@@ -84,7 +84,7 @@ class CacheStream:
         self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._disturbed = False  # whether a lossy method's pass was undone, and no pass has followed
         self._steps = dict[int, Sequence[LayerStep]]()  # planned and not committed, by layer
-        self._wrote: Callable[[LayerStep], bool] = lambda _: False
+        self._wrote: Callable[[LayerStep], bool] = _none
         self._masked = False  # whether the caller's mask masks more than padding
 
     @contextmanager
@@ -287,6 +287,7 @@ class CacheStream:
                 while self.layers[index].get_seq_length() < self._known + len(steps):
                     self.layers[index].commit()
             del self._steps[index]
+        self._wrote = _none  # which refers to this stream, whose memory is freed without a collection
         for group in self._groups:
             group.finish(completed)
 
@@ -491,6 +492,11 @@ def _rows_on_disk(made: Assembly) -> Iterator[Rows]:
     if made.checkpoint is not None:
         yield from (rows for _, rows in made.checkpoint.stores())
     yield from (made.ledger.ids, made.ledger.positions)
+
+
+def _none(step: LayerStep) -> bool:
+    """Return that a step has written nothing."""
+    return False
 
 
 def _listener(stream: CacheStream) -> Listener | None:
