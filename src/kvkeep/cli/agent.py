@@ -44,7 +44,7 @@ RECORDED_CONTEXT = 32_768
 POLL_S, TIMEOUT_S = 0.1, 10.0
 """Seconds between two looks at a server that starts, and of one request to it."""
 STOP_S, SOON_S = 60.0, 1.0
-"""Seconds that a server has at its end to store what it has read, and those after which the user is told of it."""
+"""Seconds that a server has at its end to store what it has read, and those after which a line says so."""
 
 
 @dataclass(frozen=True)
