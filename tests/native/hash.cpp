@@ -223,6 +223,33 @@ void hash_small() {
   });
 }
 
+void hash_delta_net() {
+  print("delta net", [](Hash& hash) {
+    KvDeltaNet net{};
+    net.taps = 4; net.key_heads = 2; net.value_heads = 4; net.key_dim = 32; net.value_dim = 48; net.eps = 1e-6f;
+    const int64_t values = net.value_heads * net.value_dim, channels = 2 * net.key_heads * net.key_dim + values;
+    Array<float> conv(net.taps * channels), rate(net.value_heads), bias(net.value_heads), norm(net.value_dim);
+    fill(conv, 120, 90);
+    fill(bias, 121, 60);
+    fill(norm, 122, 64);
+    for (int64_t i = 0; i < net.value_heads; i++) rate[i] = 0.25f + float(i) * 3;
+    net.conv = numbers(conv); net.rate = numbers(rate); net.step_bias = numbers(bias); net.norm = numbers(norm);
+    Array<float> state(values * net.key_dim);
+    for (int64_t tokens : {1, 7, 40}) {  // each call goes on from the state of the one before
+      Array<bf16> inputs((net.taps - 1 + tokens) * channels), gate(tokens * values), out(tokens * values);
+      Array<bf16> beta(tokens * net.value_heads), decay(tokens * net.value_heads);
+      fill(inputs, tokens, 50);
+      fill(gate, tokens + 1, 40);
+      fill(beta, tokens + 2, 30);
+      fill(decay, tokens + 3, 30);
+      done(kvkeep_delta_net(&net, numbers(inputs), numbers(gate), numbers(beta), numbers(decay), numbers(state),
+                            numbers(out)));
+      hash.add(out);
+      hash.add(state);
+    }
+  });
+}
+
 struct Layer {
   static constexpr int64_t HIDDEN = 256, HEADS = 4, KV_HEADS = 2, DIM = 64, INNER = 512;
   Matrix qkv, out, gate, up, down;
@@ -604,6 +631,7 @@ int main(int count, char** arguments) {
   }
   hash_matrices();
   hash_small();
+  hash_delta_net();
   hash_layer();
   hash_attention();
   hash_sessions();

@@ -23,6 +23,7 @@ from kvkeep.native.structures import (
     SKETCHED,
     KvArray,
     KvAttention,
+    KvDeltaNet,
     KvInsert,
     KvLayer,
     KvMatrix,
@@ -557,3 +558,58 @@ def test_a_tensor_that_the_library_cannot_read_is_refused() -> None:
             array(tensor_of)
     with pytest.raises(BadCall, match="numbers of a row"):
         rows(torch.ones(2, 3, 4).transpose(1, 2))
+
+
+class DeltaNet:
+    """A call of kvkeep_delta_net."""
+
+    TOKENS, TAPS, HEADS, WIDTH = 3, 4, 4, 16
+    VALUES, CHANNELS = HEADS * WIDTH, 2 * 2 * WIDTH + HEADS * WIDTH
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+        self.struct = KvDeltaNet(
+            taps=self.TAPS, key_heads=2, value_heads=self.HEADS, key_dim=self.WIDTH, value_dim=self.WIDTH, eps=1e-6
+        )
+        for name, size in (
+            ("conv", self.TAPS * self.CHANNELS), ("rate", self.HEADS), ("step_bias", self.HEADS), ("norm", self.WIDTH)
+        ):  # fmt: skip
+            setattr(self.struct, name, array(self.numbers(name, torch.ones(size))))
+        self.inputs = self.numbers("inputs", bfloat16(self.TAPS - 1 + self.TOKENS, self.CHANNELS))
+        self.gate = self.numbers("gate", bfloat16(self.TOKENS, self.VALUES))
+        self.beta, self.decay = (self.numbers(name, bfloat16(self.TOKENS, self.HEADS)) for name in ("beta", "decay"))
+        self.state = self.numbers("state", torch.randn(self.VALUES, self.WIDTH))
+        self.out = self.numbers("out", bfloat16(self.TOKENS, self.VALUES))
+
+    def run(self) -> None:
+        given = self.inputs, self.gate, self.beta, self.decay, self.state, self.out
+        kernels().kvkeep_delta_net(address_of(self.struct), *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("struct.key_heads", 0, "multiple of its key heads"),
+        ("struct.value_heads", 3, "multiple of its key heads"),
+        ("struct.key_dim", 24, "multiples of 16"),
+        ("struct.value_dim", 0, "multiples of 16"),
+        ("struct.taps", 0, "a float32 weight for each tap"),
+        ("struct.taps", 5, "a float32 weight for each tap"),
+        ("struct.rate", torch.ones(3), "each head or channel"),
+        ("struct.norm", torch.ones(15), "each head or channel"),
+        ("inputs", bfloat16(5, DeltaNet.CHANNELS), "that its convolution reads"),
+        ("gate", bfloat16(2, DeltaNet.VALUES), "of each token"),
+        ("beta", bfloat16(3), "of each token and head"),
+        ("decay", bfloat16(2, 4), "of each token"),
+        ("state", torch.randn(DeltaNet.VALUES, 15), "float32 of each head"),
+        ("state", bfloat16(DeltaNet.VALUES, 16), "float32 of each head"),
+        ("out", bfloat16(2, DeltaNet.VALUES), "of each token"),
+    ],
+)
+def test_a_delta_net_that_does_not_fit_is_refused(name: str, value: Any, rule: str) -> None:
+    call = DeltaNet()
+    put(name, value)(call) if "." in name else setattr(call, name, value)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+    DeltaNet().run()

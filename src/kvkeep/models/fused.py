@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.errors import ran_out_of_memory
 from kvkeep.models.forward import current_attender
 from kvkeep.models.packed import Packed, PackedLinear
+from kvkeep.models.recurrences import replace_recurrence
 from kvkeep.models.rotary import replace_rotary
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
@@ -318,8 +319,8 @@ def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def fuse(model: Any, layers: Any) -> int:
-    """Replace norms and ``layers`` of ``model`` by kernels that agree with the modules; return the number of replaced
-    layers. Without kernels nothing changes."""
+    """Replace norms, recurrent modules and ``layers`` of ``model`` by what agrees with them; return the number of
+    replaced layers. Without kernels nothing changes."""
     if library() is None:
         return 0
     replace_rotary(model)
@@ -327,6 +328,8 @@ def fuse(model: Any, layers: Any) -> int:
         # The order matters: reading the weight of a packed matrix unpacks it.
         if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):
             _fuse_norm(module)
+    for module in [*model.modules()]:  # with their norms
+        replace_recurrence(module)
     done: list[FusedLayer] = []
     for index, layer in enumerate(layers):
         try:

@@ -312,13 +312,15 @@ def row_independent(model: Any) -> bool:
 
 def _by_kernels(model: Any) -> bool:
     """Return whether kernels multiply all matrices, as they do packed ones. Other parameters are only added or looked
-    up."""
+    up, or are those of a recurrent module's convolution, which depends on other tokens by its state alone."""
     if library() is None or model.device.type != "cpu":
         return False
     for module in model.modules():
         if isinstance(module, Packed):
             if not module.native:
                 return False
-        elif not isinstance(module, nn.Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False)):
+        elif not isinstance(module, nn.Embedding | nn.Conv1d) and any(
+            one.ndim > 1 for one in module.parameters(recurse=False)
+        ):
             return False
     return True

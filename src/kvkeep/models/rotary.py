@@ -32,9 +32,12 @@ class Rotary:
         return {2 * len(one) for one in self.frequencies.values()}
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (batch, n, dim) each, with the dtype and device of ``x``."""
+        """Return cosines and sines, (batch, n, dim) each, with the dtype and device of ``x``. position_ids: (batch, n),
+        or one such tensor for each dimension of an image, which are the same in a text."""
+        if position_ids.ndim == 3 and bool((position_ids == position_ids[:1]).all()):
+            position_ids = position_ids[0]
         given = (x, position_ids) if layer_type is None else (x, position_ids, layer_type)
-        if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or position_ids.ndim != 2:
             return type(self.module).forward(self.module, *given)
         prefix = "" if layer_type is None else f"{layer_type}_"
         if prefix not in self.frequencies:

@@ -377,6 +377,30 @@ bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArr
   return true;
 }
 
+bool delta_net_fits(const KvDeltaNet& n, const KvArray& inputs, const KvArray& gate, const KvArray& beta,
+                    const KvArray& decay, const KvArray& state, const KvArray& out) {
+  RULE(n.key_heads > 0 && is_size(n.value_heads) && n.value_heads > 0 && n.value_heads % n.key_heads == 0,
+       "value heads of a delta net must be a multiple of its key heads");
+  RULE(n.key_dim > 0 && is_size(n.key_dim) && n.key_dim % 16 == 0 && n.value_dim > 0 && is_size(n.value_dim) &&
+           n.value_dim % 16 == 0,
+       "keys and values of a delta net must be of widths that are multiples of 16");
+  const Wide values = Wide(n.value_heads) * n.value_dim, channels = 2 * Wide(n.key_heads) * n.key_dim + values;
+  RULE(channels <= MAX_SIZE && n.taps > 0 && is_size(n.taps) && holds(n.conv, KV_FLOAT32, n.taps * channels),
+       "the convolution of a delta net must have a float32 weight for each tap and channel");
+  RULE(holds(n.rate, KV_FLOAT32, n.value_heads) && holds(n.step_bias, KV_FLOAT32, n.value_heads) &&
+           holds(n.norm, KV_FLOAT32, n.value_dim),
+       "rates, biases and the norm of a delta net must be float32 of each head or channel");
+  RULE(is_rows_of(beta, n.value_heads), "betas of a delta net must be bfloat16 of each token and head");
+  const Wide tokens = beta.length / n.value_heads;
+  RULE(holds(decay, KV_BFLOAT16, beta.length) && holds(gate, KV_BFLOAT16, tokens * values) &&
+           holds(out, KV_BFLOAT16, tokens * values),
+       "decays, gates and outputs of a delta net must be bfloat16 of each token");
+  RULE(holds(inputs, KV_BFLOAT16, (tokens + n.taps - 1) * channels),
+       "inputs of a delta net must be bfloat16 of each token, and of those before them that its convolution reads");
+  RULE(holds(state, KV_FLOAT32, values * n.key_dim), "the state of a delta net must be float32 of each head");
+  return true;
+}
+
 bool attend_fits(const KvAttention& a, const KvArray& out, const KvArray& lse, const KvArray& state, int resume) {
   if (!attention_fits(a)) return false;
   const Wide rows = Wide(a.lanes) * a.groups * a.queries;

@@ -158,6 +158,12 @@ KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray 
              [&](auto& kernels) { return kernels.after_attention(layer, attended, residual, y); });
 }
 
+KvStatus kvkeep_delta_net(const KvDeltaNet* net, KvArray inputs, KvArray gate, KvArray beta, KvArray decay,
+                          KvArray state, KvArray out) {
+  return run(delta_net_fits(*net, inputs, gate, beta, decay, state, out),
+             [&](auto& kernels) { return kernels.delta_net(net, inputs, gate, beta, decay, state, out); });
+}
+
 KvStatus kvkeep_attend(const KvAttention* attention, KvArray out, KvArray lse, KvArray state, int resume) {
   return run(attend_fits(*attention, out, lse, state, resume),
              [&](auto& kernels) { return kernels.attend(attention, out, lse, state, resume); });

@@ -7,8 +7,9 @@
 #include "matmul.h"
 #include "attention.h"
 #include "layer.h"
+#include "recurrence.h"
 
 extern "C" __attribute__((visibility("hidden"))) const KvKernels KVKEEP_TABLE;
 const KvKernels KVKEEP_TABLE = {KVKEEP_NAME,     product,  norm,   angles,          before_attention,
-                                after_attention, attend,   received, insert, attend_sessions,
-                                run_layers};
+                                after_attention, delta_net, attend, received,       insert,
+                                attend_sessions, run_layers};

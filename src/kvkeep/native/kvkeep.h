@@ -110,6 +110,19 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   float eps;                      /* of all norms */
 } KvLayer;
 
+typedef struct KvDeltaNet { /* a gated delta net (Qwen3-Next, Qwen 3.5), without its projections */
+  KvArray conv;             /* (taps, channels) float32: the convolution's weights, those of the oldest input first */
+  KvArray rate;             /* (value_heads) float32: exp(A_log) */
+  KvArray step_bias;        /* (value_heads) float32: added to what says how fast a state decays */
+  KvArray norm;             /* (value_dim) float32: weight of the RMSNorm of what a head returns */
+  int64_t taps;             /* inputs of the convolution */
+  int64_t key_heads;        /* of queries and keys; value_heads is a multiple */
+  int64_t value_heads;      /* of values and states */
+  int64_t key_dim;          /* a multiple of 16 */
+  int64_t value_dim;        /* a multiple of 16 */
+  float eps;                /* of the norm */
+} KvDeltaNet;
+
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
 typedef struct KvSide { /* the keys or the values of a piece */
@@ -236,6 +249,11 @@ KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch,
 /* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (n, heads * dim). residual,
  * y: (n, hidden); they may be the same. All are bfloat16. */
 KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y);
+/* Runs a gated delta net between its projections, token by token. inputs: (taps - 1 + tokens, channels): queries, keys
+ * and values of the last tokens before these, and of these. gate, out: (tokens, value_heads * value_dim). beta, decay:
+ * (tokens, value_heads). All are bfloat16. state: (value_heads, key_dim, value_dim) float32, read and written. */
+KvStatus kvkeep_delta_net(const KvDeltaNet* net, KvArray inputs, KvArray gate, KvArray beta, KvArray decay,
+                          KvArray state, KvArray out);
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 

@@ -129,6 +129,13 @@ class KvLayer(ctypes.Structure):
     _fields_ = _fields("KvLayer")
 
 
+class KvDeltaNet(ctypes.Structure):
+    """A gated delta net, without its projections."""
+
+    __slots__ = ("kept",)
+    _fields_ = _fields("KvDeltaNet")
+
+
 class KvSide(ctypes.Structure):
     """The keys or the values of a piece."""
 
