@@ -28,10 +28,11 @@ def written(
     keys: Mapping[str, Any] = MappingProxyType({}),
     tensors: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     split: int = 0,
+    experts: int = 0,
 ) -> Path:
     """Write a tiny Llama whose matrices are blocks of ``kind``; K blocks need widths of 256 elements. without: keys and
     tensors that are left out. keys, tensors: others, or other values. split: the greatest number of tensors of a part.
-    Returns ``path``."""
+    experts: the number of experts of its MLP, of which two are used. Returns ``path``."""
     writer = GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(1)
     writer.add_context_length(128)
@@ -57,11 +58,14 @@ def written(
     for key, value in keys.items():
         stated.pop(key, None)
         writer.add_key_value(key, value, _type(value), sub_type=_type(value[0]) if isinstance(value, list) else None)
-    for name, shape in _shapes(len(tokens), hidden, inner).items():
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+    for name, shape in _shapes(len(tokens), hidden, inner, experts).items():
         if name in without or name in tensors:
             continue
         values = numpy.random.default_rng(len(name)).normal(0, 0.1, shape).astype(numpy.float32)
-        if len(shape) == 1 or kind == "F32":
+        if len(shape) == 1 or kind == "F32" or name.endswith("gate_inp.weight"):
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, _blocks(values, kind), raw_dtype=GGMLQuantizationType[kind])
@@ -88,17 +92,18 @@ def _blocks(values: NDArray[Any], kind: str) -> NDArray[Any]:
         blocks = numpy.random.default_rng(values.size).integers(0, 256, (values.size // elements, size), numpy.uint8)
         for half in {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}.get(kind, (0, 2)):
             blocks[:, half : half + 2] = numpy.frombuffer(numpy.float16(0.002).tobytes(), numpy.uint8)
-        return blocks.reshape(len(values), -1)
+        return blocks.reshape(*values.shape[:-1], -1)
 
 
-def _shapes(vocabulary: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+def _shapes(vocabulary: int, hidden: int, inner: int, experts: int) -> dict[str, tuple[int, ...]]:
     kv = hidden // HEADS * KV_HEADS
     own: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("attn_norm", "ffn_norm"), (hidden,)),
         **dict.fromkeys(("attn_q", "attn_output"), (hidden, hidden)),
         **dict.fromkeys(("attn_k", "attn_v"), (kv, hidden)),
-        **dict.fromkeys(("ffn_gate", "ffn_up"), (inner, hidden)),
-        "ffn_down": (hidden, inner),
     }
+    mlp = {**dict.fromkeys(("ffn_gate", "ffn_up"), (inner, hidden)), "ffn_down": (hidden, inner)}
+    own |= {f"{name}_exps": (experts, *shape) for name, shape in mlp.items()} if experts else mlp
+    own |= {"ffn_gate_inp": (experts, hidden)} if experts else {}
     whole = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,)}
     return whole | {f"blk.0.{name}.weight": shape for name, shape in own.items()}

@@ -6,6 +6,7 @@ A quantiser registered with transformers takes the matrices of linear layers and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
+from kvkeep.models.experts import DOWN, GATES, PackedExperts, experts_of, packed_experts
 from kvkeep.models.matrices import matrices, outer, packed_bits
-from kvkeep.models.packed import Blocks, PackedEmbedding, PackedLinear, quantised
+from kvkeep.models.packed import Blocks, Packed, PackedEmbedding, PackedLinear, quantised
 from kvkeep.native.library import trim_memory
 
 
@@ -42,30 +44,42 @@ class Packer(HfQuantizer):
         self.outer: set[str] = set()
         self.made: dict[str, PackedLinear] = {}
         """The packed matrices by module name."""
+        self.experts: dict[str, nn.Module] = {}
+        self.of_experts: dict[str, list[Packed]] = {}
+        """The packed matrices of experts, by the name of their parameter."""
         self.misshapen: set[str] = set()
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        self.places, self.outer = matrices(model), outer(model)
+        self.places, self.outer, self.experts = matrices(model), outer(model), experts_of(model)
         self.strict = model._keep_in_fp32_modules_strict
         if self.bits in (4, 8):  # these are rounded once, from the stored values
-            model._keep_in_fp32_modules_strict = {*self.strict, *(f"{name}.weight$" for name in self.places)}
+            exact = {f"{name}.weight$" for name in self.places}
+            exact |= {f"{name}.{one}$" for name in self.experts for one in (GATES, DOWN)}
+            model._keep_in_fp32_modules_strict = {*self.strict, *exact}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether the parameter is a matrix to pack."""
-        return param_name not in self.misshapen and param_name.removesuffix(".weight") in self.places
+        place, _, name = param_name.rpartition(".")
+        matrix = place in self.places if name == "weight" else place in self.experts
+        return param_name not in self.misshapen and matrix
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that receives each matrix."""
         return _Pack(self)
 
-    def pack(self, name: str, value: Tensor | Blocks, expected: Tensor) -> bool:
-        """Pack and store the matrix ``name``; return whether it has the shape of ``expected``."""
-        if tuple(value.shape) != tuple(expected.shape):
+    def pack(self, name: str, value: Tensor | Sequence[Blocks], expected: Tensor) -> bool:
+        """Pack and store the matrix ``name``, or those of experts; return whether it has the shape of ``expected``."""
+        parts = [value] if isinstance(value, Tensor) else value
+        place, _, attribute = name.rpartition(".")
+        if _shape(parts, expected) != tuple(expected.shape):
             self.misshapen.add(name)
             return False
-        place = name.removesuffix(".weight")
         bits = packed_bits(self.bits or 16, place in self.outer)
-        self.made[place] = PackedLinear(value if isinstance(value, Blocks) else quantised(value, bits))
+        if attribute == "weight":
+            (only,) = parts
+            self.made[place] = PackedLinear(only if isinstance(only, Blocks) else quantised(only, bits))
+        else:
+            self.of_experts[name] = packed_experts(parts, bits)
         expected._is_hf_initialized = True  # type: ignore[attr-defined]
         trim_memory()
         return True
@@ -81,6 +95,9 @@ class Packer(HfQuantizer):
             if module.bias is not None:
                 packed.bias = module.bias.detach().to(torch.bfloat16)  # type: ignore[operator]
             model.set_submodule(name, packed)
+        for name, experts in self.experts.items():
+            gates, down = (self.of_experts[f"{name}.{one}"] for one in (GATES, DOWN))
+            model.set_submodule(name, PackedExperts(experts, gates, *down))
         self.remove_quantization_config(model)
         for module in model.modules():
             if hasattr(module, "config"):
@@ -107,6 +124,14 @@ class Packer(HfQuantizer):
     def is_serializable(self, safe_serialization: Any = None) -> bool:
         """Packed weights cannot be saved."""
         return False
+
+
+def _shape(parts: Sequence[Tensor | Blocks], expected: Tensor) -> tuple[int, ...]:
+    """Return the shape of a matrix of these parts; of experts, their rows are one after the other."""
+    rows = sum(part.shape[0] for part in parts)
+    if expected.ndim == 3 and all(isinstance(part, Blocks) for part in parts) and rows % len(expected) == 0:
+        return (len(expected), rows // len(expected), parts[0].shape[1])
+    return tuple(parts[0].shape)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

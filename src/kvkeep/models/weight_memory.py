@@ -12,6 +12,7 @@ import torch
 
 from kvkeep.budget import size
 from kvkeep.errors import ModelError, UsageError
+from kvkeep.models.experts import experts_of
 from kvkeep.models.gguf.tensors import GgufTensor
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
@@ -64,13 +65,19 @@ def weight_bytes(config: Any, made: Format, stored: GgufTensors = None) -> int:
     """Return the bytes that the weights of the model of ``config`` take in the format ``made``. stored: those of its
     GGUF file. Raises UnsupportedModelError if transformers cannot build the model."""
     if stored is not None and made.packed and made.bits is None:
-        return sum(_bytes(one.count, 16, KINDS[one.kind] if one.packs else None) for one in stored.values())
+        return sum(
+            _bytes(torch.Size(part.shape).numel(), 16, KINDS[part.kind] if one.packs else None)
+            for one in stored.values()
+            for part in one.parts
+        )
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())
+    experts = experts_of(model) if made.packed else {}
     total = 0
     for name, weight in model.named_parameters():
         place, kind = name.removesuffix(".weight"), None
-        if made.bits in QUANTISED and place in places and weight.shape[1] % GROUP == 0:
+        packs = place in places or name.rpartition(".")[0] in experts
+        if made.bits in QUANTISED and packs and weight.shape[-1] % GROUP == 0:
             kind = KINDS[QUANTISED[packed_bits(made.bits, place in outside)]]
         total += _bytes(weight.numel(), 8 * weight.element_size(), kind)
     return total

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import ModelError, UnsupportedModelError
+from kvkeep.models.experts import DOWN, GATES, experts_of
 from kvkeep.models.gguf.architectures import ARCHITECTURES
 from kvkeep.models.gguf.configs import CONFIGS
 from kvkeep.models.gguf.facts import OURS, Facts, FileKeys, check_read
@@ -66,6 +67,7 @@ class GgufModel:
         """The weights by the model's names. Raises UnsupportedModelError for a tensor that the model does not have."""
         model = built(self.config)
         places = {f"{name}.weight" for name in matrices(model)}
+        places |= {f"{name}.{one}" for name in experts_of(model) for one in (GATES, DOWN)}
         found, shapes = tensors_of(self.facts, places), model.state_dict()
         for to, tensor in found.items():
             if to not in shapes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.gguf.architectures import ARCHITECTURES, AS_STORED, Architecture, Change
+from kvkeep.models.gguf.architectures import ARCHITECTURES, AS_STORED, GATE_AND_UP, Architecture, Change
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.header import FileTensor, stored_bytes, values
 from kvkeep.models.gguf.rope import FACTORS, LONG, SHORT
@@ -46,14 +46,16 @@ class GgufTensor:
         """Return the values in float32, as the model holds them."""
         return self.change.values([values(part) for part in self.parts])
 
-    def blocks(self) -> Blocks:
-        """Return the file's blocks, with rows in the model's order."""
-        (part,) = self.parts
-        rows = torch.from_numpy(stored_bytes(part, 0, part.size)).view(part.shape[0], -1)
-        blocks = Blocks(part.kind, rows)
-        if self.change is AS_STORED or self.change.order is None:
+    def blocks(self) -> list[Blocks]:
+        """Return the file's blocks of each part, with rows in the model's order."""
+        return [self._blocks(part) for part in self.parts]
+
+    def _blocks(self, part: FileTensor) -> Blocks:
+        count = torch.Size(part.shape[:-1]).numel()  # of experts: the rows of all
+        blocks = Blocks(part.kind, torch.from_numpy(stored_bytes(part, 0, part.size)).view(count, -1))
+        if self.change in (AS_STORED, GATE_AND_UP) or self.change.order is None:
             return blocks
-        return blocks[self.change.order(part.shape[0])]
+        return blocks[self.change.order(count)]
 
 
 def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
@@ -87,7 +89,8 @@ def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
         if len(parts) > 1:
             order = [*architecture.layer]
             parts.sort(key=lambda part: order.index(part.name.split(".", 2)[2]))
-        packs = to in places and len(parts) == 1 and parts[0].kind in KINDS and changed[to].order is not None
+        packs = to in places and all(part.kind in KINDS for part in parts)
+        packs = packs and (changed[to].order is not None or (changed[to] is GATE_AND_UP and len(parts) == 2))
         made[to] = GgufTensor(to, tuple(parts), changed[to], packs)
     return made
 

@@ -1,0 +1,151 @@
+"""Packed experts: transformers' values, and the bytes of their codes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from conftest import saved
+from families import COMMON, tiny
+from gguf_files import written
+from helpers import prompt
+from torch import nn
+
+from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.models.experts import DOWN, GATES, PackedExperts, experts_of
+from kvkeep.models.gguf.model import read_model
+from kvkeep.models.loading import describe, load
+from kvkeep.models.packed import KINDS, Packed, quantised
+
+MIXTURES = {
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**COMMON | OWN, head_dim=16, num_experts=8, decoder_sparse_step=1),
+    "mixtral": lambda: hf.MixtralConfig(
+        **COMMON | {"intermediate_size": 32}, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "olmoe": lambda: hf.OlmoeConfig(**COMMON | {"intermediate_size": 32}, num_experts=8, num_experts_per_tok=2),
+}
+OWN = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+
+
+def mixture(family: str) -> Any:
+    torch.manual_seed(1)
+    model = hf.AutoModelForCausalLM.from_config(MIXTURES[family]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model.eval()
+
+
+def rounded(model: Any, bits: int) -> Any:
+    """A copy whose matrices of experts are rounded as they are packed."""
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for module in experts_of(made).values():
+            for name in (GATES, DOWN):
+                weight = getattr(module, name)
+                weight.copy_(quantised(weight.flatten(0, 1), bits).dense().view(weight.shape))
+    return made
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("requested", ["bfloat16", "int8", "int4"])
+def test_logits_are_those_of_the_rounded_weights(family: str, requested: str, tmp_path: Path) -> None:
+    plain, bits = mixture(family), {"bfloat16": 16, "int8": 8, "int4": 4}[requested]
+    model = load(saved(plain, tmp_path), weights=requested, device="cpu").model
+    packed = [one for one in model.modules() if isinstance(one, PackedExperts)]
+    assert len(packed) == model.config.num_hidden_layers and not experts_of(model)
+    for name, module in experts_of(plain).items():
+        found: Any = model.get_submodule(name)
+        (gates,) = found.gates
+        assert torch.equal(gates.dense(), quantised(getattr(module, GATES).flatten(0, 1), bits).dense())
+        assert torch.equal(found.down.dense(), quantised(getattr(module, DOWN).flatten(0, 1), bits).dense())
+    assert describe(tmp_path, weights=requested).weight_bytes == sum(one.nbytes for one in model.parameters()) + sum(
+        one.out_features * one.in_features // KINDS[one.kind].elements * KINDS[one.kind].packed
+        for one in model.modules()
+        if isinstance(one, Packed)
+    )
+    with torch.no_grad():
+        ours, theirs = model(prompt(2, 12)).logits.float(), rounded(plain, bits)(prompt(2, 12)).logits
+    near = 0.97 if bits == 4 else 0.995  # attention has the bits of its weights, too
+    assert torch.cosine_similarity(ours, theirs, dim=-1).median() > near
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_values_are_those_of_the_module(tokens: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr("kvkeep.models.packed.library", lambda: None)
+    plain = next(iter(experts_of(mixture("qwen3_moe").bfloat16()).values()))
+    weights = [getattr(plain, name).flatten(0, 1) for name in (GATES, DOWN)]
+    gates, down = (Packed(quantised(one, 16)) for one in weights)
+    halves = getattr(plain, GATES).chunk(2, 1)  # as a GGUF file has them
+    apart = [Packed(quantised(one.flatten(0, 1), 16)) for one in halves]
+    x = torch.randn(tokens, 32).bfloat16()
+    chosen = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
+    shares = torch.rand(tokens, 2).bfloat16()
+    with torch.no_grad():
+        wanted = plain(x, chosen, shares)
+        for parts in ([gates], apart):
+            ours = PackedExperts(plain, parts, down)
+            found = ours(x, chosen, shares)
+            torch.testing.assert_close(found, wanted, atol=0.02 * float(wanted.abs().max()), rtol=0.02)
+            each = torch.cat(
+                [
+                    PackedExperts(plain, parts, down)(*(one[row : row + 1] for one in (x, chosen, shares)))
+                    for row in range(tokens)
+                ]
+            )
+            assert torch.equal(each, found) or not native  # no token depends on others
+
+
+def test_experts_of_another_form_stay_as_they_are() -> None:
+    assert not experts_of(tiny("qwen3_moe"))  # widths that are no multiples of 16
+    assert experts_of(mixture("mixtral"))
+    other = mixture("mixtral")
+    for module in list(experts_of(other).values()):
+        module.register_parameter("bias", nn.Parameter(torch.zeros(3)))
+    assert not experts_of(other)
+
+
+def test_packed_experts_have_no_gradient(tmp_path: Path) -> None:
+    model = load(saved(mixture("mixtral"), tmp_path), weights="bfloat16", device="cpu").model
+    vectors = torch.randn(1, 5, 32).bfloat16().requires_grad_()
+    with pytest.raises(UsageError, match="no gradient"):
+        model(inputs_embeds=vectors)
+
+
+def test_a_copy_multiplies_with_its_own_matrices(tmp_path: Path) -> None:
+    model = load(saved(mixture("olmoe"), tmp_path), weights="int8", device="cpu").model
+    with torch.no_grad():
+        wanted = model(prompt()).logits
+        assert torch.equal(copy.deepcopy(model)(prompt()).logits, wanted)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q3_K", "Q8_0", "MXFP4", "BF16", "IQ2_XS"])
+def test_experts_of_a_gguf_file_keep_their_blocks(kind: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "own.gguf", kind, hidden=256, inner=512, experts=4)
+    model = load(file, device="cpu").model
+    stored, module = read_model(file).tensors, model.model.layers[0].mlp.experts
+    gates, down = (stored[f"model.layers.0.mlp.experts.{name}"] for name in (GATES, DOWN))
+    assert gates.packs == down.packs == (kind in KINDS)
+    found = [one.dense() for one in (*module.gates, module.down)]
+    expected = [*gates.dense().chunk(2, 1), down.dense()] if gates.packs else [gates.dense(), down.dense()]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, (theirs if gates.packs else theirs.bfloat16()).flatten(0, 1).float())
+    assert {one.kind for one in (*module.gates, module.down)} == {kind if gates.packs else "BF16"}
+    with torch.no_grad():
+        ours, theirs = (
+            load(file, weights=form, device="cpu").model(prompt()[:, :9] % 30).logits for form in ("auto", "float32")
+        )
+    assert torch.cosine_similarity(ours.float(), theirs, dim=-1).min() > 0.99
+    if gates.packs:
+        half = written(
+            tmp_path / "half.gguf", kind, hidden=256, inner=512, experts=4, without=["blk.0.ffn_up_exps.weight"]
+        )
+        with pytest.raises(UnsupportedModelError, match="makes it of 2"):
+            load(half, device="cpu")
