@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Annotated, ClassVar
@@ -139,7 +140,10 @@ class Drafting(Study):
         for kind in each(found.answers, "kind"):
             mine = where(found.answers, kind=kind)
             steps = sum(one.tokens - 1 for one in mine)
-            rates = [steps / max(1e-9, sum(way(one).seconds for one in mine)) for way in (_without, _drafts)]
+            rates = [
+                steps / max(1e-9, sum(way(one).seconds for one in mine))
+                for way in map(attrgetter, ("without", "drafts"))
+            ]
             ratios = [one.without.seconds / max(1e-9, one.drafts.seconds) for one in mine]
             drafted = sum(one.drafts.drafted for one in mine)
             right = sum(one.drafts.accepted for one in mine) / drafted if drafted else None
@@ -148,14 +152,6 @@ class Drafting(Study):
             cells += [times(rates[1] / rates[0]), times(median(ratios)), fixed(steps / max(1, passes)), percent(right)]
             table.rows.append([kind, *cells])
         return [table]
-
-
-def _without(one: DraftedAnswer) -> TimedAnswer:
-    return one.without
-
-
-def _drafts(one: DraftedAnswer) -> TimedAnswer:
-    return one.drafts
 
 
 def _line(one: DraftedAnswer) -> str:
@@ -172,23 +168,22 @@ class _Writer:
         self._scheduler = Scheduler(trial.model)  # it knows the prices of passes
         self._ids: list[int] = []  # of the tokens in the cache
 
-    def ask(self, task: CopyingTask) -> Callable[[], Ask]:
-        """Return what makes a request for the answer to a task: each has a state of its own."""
+    def ask(self, task: CopyingTask) -> Ask:
+        """Return the request for the answer to a task."""
         text = prompt_text(self._tokenizer, task.messages, tools=task.tools)
         ids, grammar = text.ids(self._tokenizer), None
         if task.calls.tools:
             answers = answers_to(self._tokenizer, ids)
             known = vocabulary(self._tokenizer, self._cache.geometry.vocab_size, end_ids(self._model))
             grammar = Grammar(known, answers.form(task.calls, known))
-        return lambda: Ask(ids, self._new, Sampling(temperature=0, grammar=grammar))
+        return Ask(ids, self._new, Sampling(temperature=0, grammar=grammar))
 
     @torch.no_grad()
-    def write(self, ask: Callable[[], Ask], drafts: bool) -> tuple[list[int], TimedAnswer]:
+    def write(self, ask: Ask, drafts: bool) -> tuple[list[int], TimedAnswer]:
         """Return the tokens of an answer, and its times."""
-        request = ask()
-        count = min(common_prefix(self._ids, request.prompt), len(request.prompt) - 1)
+        count = min(common_prefix(self._ids, ask.prompt), len(ask.prompt) - 1)
         self._cache.crop(count - self._cache.get_seq_length())
-        answer, passes = Answer(request, self._cache, self._tokenizer, end_ids(self._model), None), 0
+        answer, passes = Answer(ask, self._cache, self._tokenizer, end_ids(self._model), None), 0
         with without_drafts(self._model, unless=drafts):
             scheduled, complete = self._scheduler.add(answer), False
             try:
@@ -198,6 +193,5 @@ class _Writer:
                         complete = scheduled.give(result.logits)
             finally:
                 self._scheduler.remove(scheduled)
-        self._ids = [*request.prompt, *answer.tokens][: self._cache.get_seq_length()]
-        counts = (0, 0) if answer.drafter is None else (answer.drafter.drafted, answer.drafter.accepted)
-        return answer.tokens, TimedAnswer(answer.last_at - answer.first_at, passes, *counts)
+        self._ids = [*ask.prompt, *answer.tokens][: self._cache.get_seq_length()]
+        return answer.tokens, TimedAnswer(answer.last_at - answer.first_at, passes, answer.drafted, answer.accepted)
