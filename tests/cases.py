@@ -11,7 +11,6 @@ from typing import Any
 
 from families import FAMILIES, REFUSES, tiny
 
-import kvkeep
 from kvkeep import EntryState, KeepCache
 from kvkeep.policies.fates.base import GroupedFate
 from kvkeep.policies.fates.tiers import InTiers
@@ -82,13 +81,8 @@ class Case:
 
     @property
     def drafts(self) -> bool:
-        """Whether it decodes in rounds."""
+        """Whether its resident entries draft."""
         return self.method.recall.drafts
-
-    @property
-    def rounds(self) -> dict[str, Any]:
-        """What :meth:`generate` takes to decode in rounds, where that can be done."""
-        return {"custom_generate": kvkeep.verified} if self.drafts else {}
 
     @property
     def backed(self) -> bool:
@@ -225,7 +219,7 @@ DRAFTING: dict[str, Case] = {
         "lowrank:4+verified:4", 60, length=170, checkpoint="kv", becomes=CODED, families=PLAIN
     ),
 }  # fmt: skip
-"""Whatever drafts, the forward pass itself is exact, and so is decoding in rounds."""
+"""Whatever drafts, the forward pass is exact, and so is an answer."""
 
 LOSSY: dict[str, Case] = {
     "window": _lossy("window"),

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, set_seed
 
 from kvkeep import KeepCache
+from kvkeep.engine.answer import Answer, Ask, Scheduler
+from kvkeep.engine.sampling import Sampling
 from kvkeep.memory.places import Disk
 from kvkeep.memory.rows import Buffer
 from kvkeep.stores.in_order import Newest
@@ -101,6 +103,41 @@ def generate(family: str, cache: Any, ids: Tensor, mask: Tensor | None = None, *
         output_logits=True,
         **({"do_sample": False, "max_new_tokens": NEW} | options),
     )
+
+
+class Drafted(Answer):
+    """An answer of kvkeep's engine, with the logits of its tokens."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.logits: list[Tensor] = []
+
+    def take(self, token: int, logits: Tensor | None = None) -> None:
+        assert logits is not None
+        self.logits.append(logits[None])
+        super().take(token, logits)
+
+    @property
+    def sequences(self) -> Tensor:
+        """All tokens, (1, tokens)."""
+        return torch.tensor([[*self.ask.prompt, *self.tokens]])
+
+
+def drafted(
+    model: Any, cache: Any, ids: Tensor, new: int = NEW, sampling: Sampling | None = None, copies: bool = True
+) -> Drafted:
+    """The answer of kvkeep's engine to a prompt, (1, tokens)."""
+    scheduler = Scheduler(model, packed=False)
+    answer = Drafted(Ask(ids[0].tolist(), new, sampling or Sampling()), cache, None, [], None)
+    before = model.generation_config.prompt_lookup_num_tokens
+    model.generation_config.prompt_lookup_num_tokens = before if copies else 0
+    try:
+        scheduled = scheduler.add(answer)
+        while not scheduled.give(scheduler.step()[0].logits):
+            pass
+    finally:
+        model.generation_config.prompt_lookup_num_tokens = before
+    return answer
 
 
 def generated(family: str, lengths: tuple[int, ...], **options: Any) -> Any:

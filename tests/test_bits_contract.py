@@ -16,11 +16,11 @@ import torch
 from cases import CASES, DRAFTING, ELSEWHERE, EXACT, LOSSY, TURN, covering, taken
 from conftest import tokenizer
 from families import FAMILIES, VOCABULARY, tiny
+from helpers import drafted
 from kvkeep_lab.bits import greatest_difference, one_at_a_time
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import kvkeep
 from kvkeep import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
@@ -29,7 +29,7 @@ from kvkeep.policies.methods import parts, resolve
 from kvkeep.policies.registry import PRESETS
 
 LENGTH = 530
-EVEN = ("llama", "gemma3", "phi3", "gemma4", "qwen2", "qwen3", "mistral")
+EVEN = ("llama", "gemma3", "phi3", "gemma4", "qwen2", "qwen3", "mistral", "lfm2")
 """Families all of whose matrices are packed, so that a token's products are the same beside any others."""
 WIDER = {
     "gemma4": {"hidden_size_per_layer_input": 16},
@@ -130,14 +130,12 @@ def test_a_lossy_cache_differs(packed: Any, single: Any) -> None:
     assert min(apart) > 0.01
 
 
-def test_answers_in_rounds_have_the_same_bits(packed: Any, single: Any) -> None:
-    """What is verified in rounds of draft and verify are the logits of one token at a time."""
+def test_answers_with_drafts_have_the_same_bits(packed: Any, single: Any) -> None:
+    """The logits that verify drafts are those of one token at a time."""
     model, ids = packed("llama"), TEXT[:, : LENGTH - 20]
     for name in ("snapkv+verified, kv", "h2o+quantize:8+verified"):
-        answer = model.generate(
-            ids, attention_mask=torch.ones_like(ids), cache=new_cache(model, name), max_new_tokens=12,
-            do_sample=False, return_dict_in_generate=True, output_logits=True, custom_generate=kvkeep.verified,
-        )  # fmt: skip
+        answer = drafted(model, new_cache(model, name), ids, 12)
+        assert answer.drafted
         wanted = one_at_a_time(model, answer.sequences[:, :-1], KeepCache(model, "full"))
         assert torch.equal(torch.cat(answer.logits), wanted[ids.shape[1] - 1 :].to(answer.logits[0].dtype))
 
@@ -215,7 +213,7 @@ def test_combinations_are_found() -> None:
 def test_whatever_is_called_exact_has_the_bits_of_full(
     first: str, packed: Any, written: tuple[Tensor, Tensor], layer_scores: Any
 ) -> None:
-    """It says so of itself, reads with these bits, and writes with them, in rounds where it drafts."""
+    """It says so of itself, reads with these bits, and writes with them, with drafts where it has some."""
     model, (ids, wanted) = packed("llama"), written
     for row, spec in enumerate(COMBINATIONS[first]):
         kind = "kv" if resolve(spec).reading is not None else KINDS[(row + TURN) % len(KINDS)]
@@ -227,11 +225,7 @@ def test_whatever_is_called_exact_has_the_bits_of_full(
             assert torch.equal(logits, wanted[start : start + count]), (spec, kind, start)
             start += count
         prompt = ids[:, : SHORT.shape[1]]
-        answer = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), cache=cache, max_new_tokens=NEW, do_sample=False,
-            return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
-            **({"custom_generate": kvkeep.verified} if cache.method.recall.drafts else {}),
-        )  # fmt: skip
+        answer = drafted(model, cache, prompt, NEW)
         assert torch.equal(answer.sequences, ids), (spec, kind)
         logits = torch.cat(answer.logits).to(wanted.dtype)
         assert torch.equal(logits, wanted[SHORT.shape[1] - 1 : -1]), (spec, kind)

@@ -42,6 +42,7 @@ from helpers import (
     bounded,
     broken,
     counted,
+    drafted,
     expected,
     generate,
     generated,
@@ -207,12 +208,13 @@ EVERYWHERE = ("full", "residual", "tokens", "h2o+verified, residual", "snapkv", 
 
 @pytest.mark.parametrize(("name", "family"), pairs(0, everywhere=EVERYWHERE))
 def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, family: str) -> None:
-    """Greedily, by transformers' own generate(), in rounds where the method drafts. A reset forgets everything, and
-    then, without a mask of ones, all is the same to the bit."""
+    """Greedily, by transformers' own generate(), or by the engine where the method drafts. A reset forgets everything,
+    and then, without a mask of ones, all is the same to the bit."""
     case, cache, conversation = CASES[name], new_cache(name, family), prompt(1, CASES[name].length)
     lengths, answers = watched(cache, case), []
     for turn in range(2):
-        answers.append(generate(family, cache, conversation, **case.rounds))
+        answer = drafted(tiny(family), cache, conversation) if case.drafts else generate(family, cache, conversation)
+        answers.append(answer)
         assert cache.get_seq_length() == conversation.shape[1] + NEW - 1
         if case.equals:
             assert_same(answers[-1], answered(family, conversation))

@@ -10,7 +10,7 @@ import torch
 from cases import RECURRENT
 from conftest import saved, tokenizer
 from families import FAMILIES, HYBRIDS, tiny
-from helpers import assert_near, assert_same, broken, expected, generate, padded, prompt, step, stock
+from helpers import assert_near, assert_same, drafted, expected, generate, padded, prompt, step, stock
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +19,7 @@ from kvkeep import KeepCache, UnsupportedModelError, UsageError
 from kvkeep.blocks import beginnings
 from kvkeep.decode.cached_text import CachedText
 from kvkeep.engine.batch import can_pack
+from kvkeep.engine.drafts import PassPrices, expect_drafts, take_back
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.extent import ShapeError
 from kvkeep.memory.rows import BLOCK
@@ -169,35 +170,39 @@ def test_a_prompt_cut_at_a_blocks_end_has_the_bits_of_one_that_is_not(family: st
 
 @pytest.mark.turns(2)
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("method", ["full", "snapkv+verified:5"])
 @pytest.mark.parametrize("family", RECURRENT)
-def test_rounds_write_what_single_steps_write_to_the_bit(family: str, tmp_path: Path) -> None:
+def test_drafts_write_what_single_steps_write_to_the_bit(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the native library's products: tokens, logits, and in the end the states."""
+    monkeypatch.setattr(PassPrices, "of", lambda self, rows: 1 + 0.05 * rows)  # every copy is worth a try
+    monkeypatch.setattr("kvkeep.engine.drafts.GRAM", 1)
     model, ids = load(saved(without_experts(family), tmp_path), weights="bfloat16", device="cpu").model, prompt(1, 45)
-    full, drafting = KeepCache(model, "full"), KeepCache(model, "snapkv+verified:5", 24, chunk=64, checkpoint="kv")
-    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-    given |= {"return_dict_in_generate": True, "output_logits": True}
-    wanted = model.generate(ids, cache=full, **given)
-    found = model.generate(ids, cache=drafting, custom_generate=kvkeep.verified, **given)
-    assert drafting.round is not None and drafting.round.statistics is not None
-    done = drafting.round.statistics
-    assert 0 < done.accepted < done.drafted + done.copied
-    assert torch.equal(found.sequences, wanted.sequences)
+    ids = torch.cat([ids, ids[:, :20], ids], 1)
+    budget = {} if method == "full" else {"budget": 24, "chunk": 128, "checkpoint": "kv"}
+    wanted, found = (
+        drafted(model, KeepCache(model, name, **given), ids, 40, copies=copies)
+        for name, given, copies in (("full", {}, False), (method, budget, True))
+    )
+    assert not wanted.drafted and found.drafted > 0 and found.accepted < found.drafted
+    assert found.tokens == wanted.tokens
     assert torch.equal(torch.cat(found.logits), torch.cat(wanted.logits))
-    for index, held in drafting.made.states.items():
-        ours, theirs = held.state(), full.made.states[index].state()
+    for index, held in found.cache.made.states.items():
+        ours, theirs = held.state(), wanted.cache.made.states[index].state()
+        assert not held.noted and not held.record_past
         assert [*ours] == [*theirs] and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_other_families_are_exact_with_padding_and_in_rounds(family: str) -> None:
+def test_other_families_are_exact_with_padding(family: str) -> None:
     """Prompts are read at once: transformers' own cache changes Jamba's logits by a hundredth in chunks."""
     ids, mask = padded([45, 38])
     wanted = generate(family, stock(family), ids, mask)
     for method in ("full", "kv-direct", "h2o+verified:3"):
         budget, chunk = (None, None) if method == "full" else (20, 64)
         cache = KeepCache(tiny(family), method, budget, chunk=chunk)
-        rounds = {"custom_generate": kvkeep.verified} if cache.method.recall.drafts else {}
-        found = generate(family, cache, ids, mask, **rounds)
+        found = generate(family, cache, ids, mask)
         assert_same(found, wanted)
         assert can_pack(cache) and all(report.note for report in cache.describe() if report.kind != "full")
     cache = KeepCache(tiny(family), "h2o", 20, chunk=16)
@@ -206,36 +211,23 @@ def test_other_families_are_exact_with_padding_and_in_rounds(family: str) -> Non
     assert cache.memory().resident_bytes == 2 * (fixed + entries)
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", RECURRENT)
-def test_rows_that_keep_different_numbers_of_drafts_have_their_own_states(family: str) -> None:
-    ids, mask = padded([45, 38, 21])
-    cache = KeepCache(tiny(family), "h2o+verified:5", 20, checkpoint="kv")
-    found = generate(family, cache, ids, mask, custom_generate=kvkeep.verified, max_new_tokens=16)
-    assert_same(found, generate(family, stock(family), ids, mask, max_new_tokens=16))
-    assert cache.round is not None and cache.round.uneven
-
-
-@pytest.mark.parametrize("family", RECURRENT)
-def test_a_round_that_fails_leaves_the_states_from_before_it(family: str) -> None:
+def test_tokens_are_taken_back_as_far_as_states_were_noted(family: str) -> None:
     model, ids = tiny(family), prompt(1, 45)
     cache, twin = (KeepCache(model, "h2o+verified:5", 20, checkpoint="kv") for _ in range(2))
     for one in (cache, twin):
         step(family, one, ids[:, :40])
-    assert cache.round is not None
-    before, held = state(cache), cache.memory().resident_bytes
-    before = {name: tensor.clone() for name, tensor in before.items() if ".state." in name}
-    cache.round.draft()
-    step(family, cache, ids[:, 40:41])
-    cache.round.verify()
-    with broken(model, 3, RuntimeError):
-        step(family, cache, ids[:, 40:43])
-    assert cache.memory().resident_bytes >= held + 2 * cache.geometry.recurrent_bytes()
-    cache.stream.abandon()
-    assert cache.get_seq_length() == 40 and cache.memory().resident_bytes == held
-    after = state(cache)
-    assert before and all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert_near(step(family, cache, ids[:, 40:]), step(family, twin, ids[:, 40:]))
+    before, held = cache.get_seq_length(), cache.memory().resident_bytes
+    expect_drafts(cache)
+    step(family, cache, torch.cat([ids[:, 40:42], ids[:, :3]], 1))
+    assert cache.memory().resident_bytes == held + 5 * cache.geometry.recurrent_bytes()
+    take_back(cache, 3)
+    assert cache.get_seq_length() == before + 2 and cache.memory().resident_bytes == held
+    with pytest.raises(UsageError, match="state cannot go back"):
+        cache.crop(-1)
+    step(family, twin, ids[:, 40:41])
+    step(family, twin, ids[:, 41:42])
+    assert_near(step(family, cache, ids[:, 42:]), step(family, twin, ids[:, 42:]))
 
 
 def test_drafts_are_refused_where_a_recurrent_module_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

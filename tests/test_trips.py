@@ -83,12 +83,13 @@ def test_a_budget_until_an_entry_is_overwritten(model: Any) -> None:
     assert files | {"cli/generate.py"} == listed("`kvkeep generate --budget 512`")
 
 
-def test_a_round_of_draft_and_verify(model: Any) -> None:
-    cache = CacheOptions(budget="64", checkpoint="kv", exact=True).parse().build(model)
+def test_a_step_of_draft_and_verify(model: Any) -> None:
+    cache = CacheOptions(budget="64", checkpoint="kv", drafts="snapkv").parse().build(model)
     begun = generate(model, None, prompt(1, 100)[0].tolist(), cache, max_new_tokens=2).sequence
     scheduler = Scheduler(model, packed=False)
-    with followed("models/fused.py", "step/native/steps.py", "attention/portable.py") as files:  # layers' products
+    products, facts = ("models/fused.py", "step/native/steps.py", "attention/portable.py"), ("registry", "assembly")
+    with followed(*products, *(f"policies/{one}.py" for one in facts)) as files:
         scheduled = scheduler.add(Answer(Ask(begun, 20), cache, None, [], None))
         while not scheduled.give(scheduler.step()[0].logits):
             pass
-    assert files == listed("A round of `snapkv+verified`")
+    assert files == listed("A step of `snapkv+verified`: ")

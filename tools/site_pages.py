@@ -33,7 +33,7 @@ NOTEBOOKS = tuple(f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks
 FILES = ("CITATION.cff", "LICENSE", "deploy/Dockerfile", "deploy/kuberay.yaml", "deploy/kvkeep.service", *NOTEBOOKS)
 EXPORTED = {
     "Models and caches": ("load", "KeepCache", "Budget", "Memory", "ModelGeometry"),
-    "Answers": ("generate", "verified", "Conversation", "Session", "save_session", "load_session"),
+    "Answers": ("generate", "Conversation", "Session", "save_session", "load_session"),
     "Choosing": ("methods", "Method", "Exactness"),
     "Parts of a method": ("register", "Preset", "Selector", "Fate", "EvictedStore", "EntryState", "Recall", "Reader"),
     "Errors": (

@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # "X as X" exports X to type checkers
     from kvkeep.contracts.store import EvictedStore as EvictedStore
     from kvkeep.decode.chat import Conversation as Conversation
     from kvkeep.decode.generate import generate as generate
-    from kvkeep.engine.verified import verified as verified
     from kvkeep.errors import BudgetError as BudgetError
     from kvkeep.errors import KvkeepError as KvkeepError
     from kvkeep.errors import ModelError as ModelError
@@ -50,7 +49,6 @@ _HOMES = {
     "decode.chat": ("Conversation",),
     "decode.generate": ("generate",),
     "blocks.sessions": ("Session", "load_session", "save_session"),
-    "engine.verified": ("verified",),
     "errors": (
         "BudgetError",
         "KvkeepError",

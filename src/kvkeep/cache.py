@@ -181,8 +181,8 @@ class KeepCache(RecurrentCache):
             made = assemble(first, self.model, self.geometry)
             rereading = Rereading(self.method.name, made.entries or 0, self.geometry.max_positions)
         self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
-        self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
-        self.states = made.states
+        self.ledger, self.meter, self.positions = made.ledger, made.meter, made.positions
+        self.draft_passes, self.states = made.draft_passes, made.states
         super().__init__(layers=made.layers)
         self.holdings = [holding_of(layer) for layer in made.layers]
         self.stream = CacheStream((first or self.request).method, self.geometry, made, rereading)

@@ -9,6 +9,7 @@ from typing import Any
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.geometry import WITHOUT_CACHE, ModelGeometry
 from kvkeep.memory.meter import Memory
+from kvkeep.models.binding import bind
 from kvkeep.models.packed import row_independent
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Request
@@ -41,9 +42,7 @@ class LayerReport:
     whose products do not depend on the number of rows (a trial shows it).
 
     It is False where latents are expanded in the step, which adds in another order, and where rotary frequencies change
-    with the length of a text, unless the request's ``context`` stays below that length. There is one exception to True:
-    rows of a batch that were answered in rounds and accepted different numbers of tokens have padding between their
-    entries, and beyond 512 entries their bits differ."""
+    with the length of a text, unless the request's ``context`` stays below that length."""
 
 
 def describe(
@@ -79,8 +78,17 @@ def describe(
 
 def same_bits(request: Request, geometry: ModelGeometry, made: Assembly, model: Any) -> bool:
     """Return :attr:`LayerReport.same_bits` of a cache that has lost nothing."""
-    same = made.exact and request.method.exactness is Exactness.EXACT and not geometry.other_layers
-    return same and geometry.steady(request.context) and _in_order(request, made, model) and row_independent(model)
+    in_order = all(state.in_order for state in made.states.values())
+    return in_order and same_bits_of_steps(request, geometry, made, model)
+
+
+def same_bits_of_steps(request: Request, geometry: ModelGeometry, made: Assembly, model: Any) -> bool:
+    """Return whether a pass over several tokens, whose recurrent modules read one after the other, has the bits of
+    single steps."""
+    same = made.exact and request.method.exactness is Exactness.EXACT and not geometry.unbounded_layers
+    if not (same and geometry.steady(request.context) and _in_order(request, made, model) and row_independent(model)):
+        return False
+    return not geometry.recurrent_layers or bind(model).runs_all(geometry.recurrent_layers)
 
 
 def _notes(request: Request, geometry: ModelGeometry) -> list[str]:

@@ -65,7 +65,6 @@ def header(cache: Any) -> dict[str, Any]:
         "length": cache.get_seq_length(),
         "rows": cache.rows,
         "first": {name: rows.first for name, rows in cache.checkpoint_rows()},
-        "uneven": cache.round is not None and cache.round.uneven,
         "shares": cache.shares,
         "plain": cache.stream.record.plain,
     }
@@ -104,8 +103,6 @@ def restore(
             raise ShapeError(f"layer {number} has a recurrent state of {holding.rows} rows, not of {about['rows']}")
     if cache.positions is not None and "cache_positions" in names:
         cache.positions.restore(tensor("cache_positions"))
-    if cache.round is not None:
-        cache.round.uneven = about["uneven"]
     saved = {name.removeprefix("checkpoint.") for name in {*names, *pieces} if name.startswith("checkpoint.")}
     if cache.checkpoint is not None:
         cache.checkpoint.expect(saved)

@@ -98,7 +98,7 @@ def test_the_flags_of_the_pull_request(
         (("-p", "a", "-b", "32", "-c", "residuals"), "did you mean residual"),
         (("-p", "a", "-b", "32", "-w", "disk", "--folder", "/nowhere"), "no such file"),
         (("-p", "a", "-x", "stock", "-b", "32"), "takes no budget"),
-        (("-p", "a", "--kv-budget-tokens", "32", "-b", "32"), "without --method, --budget or --exact"),
+        (("-p", "a", "--kv-budget-tokens", "32", "-b", "32"), "without --method, --budget or a selector"),
         (("-p", "a", "--kv-budget-tokens", "32", "--kv-budget-mb", "1"), "one of them"),
         ((), "nothing to answer"),
         (("-p", "a", "--seed", "9" * 23), "A seed is a whole number"),
@@ -276,21 +276,22 @@ def test_the_cache_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (code, out, err) == (2, "", sentence)
 
 
-def test_exact_drafts_and_verifies(run: Run, model_folder: Path) -> None:
+def test_a_selector_drafts(run: Run, model_folder: Path) -> None:
     common = ("generate", "-m", str(model_folder), "-p", "the man was here and " * 12, "-n", "12", "--json")
     plain = json.loads(run(*common, "-x", "full")[1])
-    for options in (("-b", "16"), ("-b", "20", "-x", "h2o"), ("-b", "24", "-x", "window", "-c", "tokens")):
-        code, out, err = run(*common, *options, "--exact")
+    for selector, *options in (("snapkv", "-b", "16"), ("h2o", "-b", "20"), ("window", "-b", "24", "-c", "tokens")):
+        code, out, err = run(*common, *options, "--drafts", selector)
         assert code == 0, err
         answer = json.loads(out)
         assert answer["tokens"] == plain["tokens"] and answer["class"] == "exact"
-        assert answer["method"].endswith("+verified") and answer["rounds"]["rounds"] > 0
-    code, out, err = run(*common[:-1], "-b", "16", "--exact")
-    assert code == 0 and "rounds" in err and out.strip()
-    for wrong in (("--exact",), ("-b", "16", "--exact", "-x", "kv-direct")):
-        code, out, err = run(*common, *wrong)
+        assert answer["method"] == f"{selector}+verified" and answer["drafted"] >= answer["accepted"] >= 0
+    code, out, err = run(*common[:-1], "-b", "16", "--drafts", "h2o")
+    assert code == 0 and "drafts accepted" in err and out.strip()
+    for wrong in (("h2o",), ("kv-direct", "-b", "16"), ("h2o", "-b", "16", "-x", "snapkv"), ("no-such", "-b", "16")):
+        code, out, err = run(*common, "--drafts", *wrong)
         assert code == 2 and not out and err.count("\n") == 1
-    code, out, err = run("chat", "-m", str(model_folder), "-b", "16", "--exact", "-n", "5", stdin="the man\n/method\n")
+    chat = ("chat", "-m", str(model_folder), "-b", "16", "--drafts", "snapkv", "-n", "5")
+    code, out, err = run(*chat, stdin="the man\n/method\n")
     assert code == 0 and "snapkv+verified within 16" in err
 
 

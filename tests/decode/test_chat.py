@@ -31,29 +31,26 @@ def test_turns_equal_one_long_prompt(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
-def test_an_error_at_the_end_of_a_round_leaves_the_conversation_as_before(
+def test_an_error_in_a_pass_with_drafts_leaves_the_conversation_as_before(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint's disk is full when a layer takes the verified entries."""
+    """The checkpoint's disk is full when a layer stores the entries that verify drafts."""
     model, failures = tiny(family), 0
     talk = Conversation(
         model, tokenizer(), KeepCache(model, "snapkv:window=4,kernel=3+verified:5", 32, checkpoint="kv")
     )
     talk.answer("the of and to in was it for on " * 9, max_new_tokens=6)
-    cache = talk.cache
-    commit = cache.round.commit
+    reader = talk.cache.stream.bounded[-1].reader
+    settling, begun = reader.settling, len(talk.prompt("by from her she that"))
 
-    def full(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def failing(*given: Any) -> None:
+    def failing(layer: Any, keys: Any, *given: Any) -> None:
         nonlocal failures
-        failures += 1
-        with monkeypatch.context() as patch:
-            patch.setattr(cache.stream.bounded[-1].reader, "settling", full, raising=False)
-            commit(*given)
+        if 1 < keys.shape[1] < 6 and talk.cache.draft_passes.begun >= begun:
+            failures += 1
+            raise OSError(28, "No space left on device")
+        settling(layer, keys, *given)
 
-    monkeypatch.setattr(cache.round, "commit", failing)
+    monkeypatch.setattr(reader, "settling", failing)
     with pytest.raises(OSError, match="No space left"):
         talk.answer("by from her she that", max_new_tokens=12)
     assert failures == 1
@@ -65,7 +62,7 @@ def test_an_error_at_the_end_of_a_round_leaves_the_conversation_as_before(
 
 @pytest.mark.parametrize(("method", "kind"), [("kv-direct", "residual"), ("snapkv:window=4,kernel=3+verified:5", "kv")])
 def test_a_conversation_goes_on_another_day(tmp_path: Path, method: str, kind: str) -> None:
-    """In rounds, too."""
+    """With drafts, too."""
     model = tiny("llama")
     talk = Conversation(model, tokenizer(), KeepCache(model, method, 16, checkpoint=kind, where="host"))
     plain = Conversation(model, tokenizer(), KeepCache(model))
@@ -79,7 +76,7 @@ def test_a_conversation_goes_on_another_day(tmp_path: Path, method: str, kind: s
     answers = [one.answer("by from her", max_new_tokens=12, on_progress=told.append) for one in (again, talk, plain)]
     assert answers[0].tokens == answers[1].tokens == answers[2].tokens and answers[0].exactness == "exact"
     assert length < told[0] < length + 12  # nothing was read twice
-    assert (answers[0].rounds is not None) == ("verified" in method)
+    assert "verified" not in method or answers[0].drafted
 
 
 @pytest.mark.parametrize("method", ["stock", "full", "kv-direct", "h2o"])

@@ -205,7 +205,7 @@ def test_executors_agree_in_every_case(name: str, calls: dict[str, int]) -> None
     ids = prompt(1, case.length, seed=TURN)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), cache=one, max_new_tokens=NEW, do_sample=False,
-        pad_token_id=0, eos_token_id=None, **case.rounds,
+        pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     assert sum(calls.values()) or name == "paged"
     assert calls["run"] or name not in PLANNED

@@ -7,7 +7,7 @@ a time. A gap of at most twice the noise is a tie that rounding decides; any oth
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,7 +70,10 @@ class ComparedAnswer:
     resident_bytes: int
     """Peak bytes of entries, in full or compressed, without the current chunk."""
     budget_bytes: int | None
-    rounds: dict[str, Any] | None
+    drafted: int
+    """Drafts that passes read beside the tokens."""
+    accepted: int
+    """Drafts that were right."""
     logits: tuple[float, float] | None = None
     """Largest difference of any logit of prompt and answer from reading one token at a time through the unbounded
     cache: read in chunks, and in a batch. None if it was not requested."""
@@ -115,9 +118,10 @@ def judged(
     )
     about = key, case.label, prompt.kind, len(prompt.ids), len(result.tokens)
     same, held_bytes = len(pairs) if differs_at is None else differs_at, result.memory.resident_bytes
-    rounds = None if result.rounds is None else asdict(result.rounds)
     held_bytes += result.memory.compressed_bytes
-    return ComparedAnswer(*about, same, differs_at, gap, noise, *seconds, held_bytes, budget, rounds)
+    return ComparedAnswer(
+        *about, same, differs_at, gap, noise, *seconds, held_bytes, budget, result.drafted, result.accepted
+    )
 
 
 @torch.no_grad()

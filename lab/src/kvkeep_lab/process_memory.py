@@ -146,7 +146,6 @@ def measure(
     holding, memory = current_process_memory(), warm.memory
     drops = _Drops(mapped_below(cache_folder() / "checkpoints"))
     dropped_ms = _written(loaded, warm.sequence, cache, steps, drops)[1] if drops.files else None
-    rounds = warm.rounds
     return InProcess(
         case.label,
         case.length,
@@ -158,7 +157,7 @@ def measure(
         dropped_ms,
         sum(file.size for file in drops.files),
         drops.left // max(drops.count, 1),
-        1 + rounds.accepted / rounds.rounds if rounds and rounds.rounds else None,
+        len(warm.tokens) / (len(warm.tokens) - warm.accepted) if warm.drafted else None,
     )
 
 
@@ -182,7 +181,7 @@ class _Drops:
 def _written(
     loaded: Loaded, sequence: list[int], cache: Any, new: int, drops: _Drops | None = None
 ) -> tuple[Generation, float]:
-    """Generate ``new`` more greedy tokens, dropping files before each round or token. Return the answer and the
+    """Generate ``new`` more greedy tokens, dropping files before each token. Return the answer and the
     milliseconds of a token, without the time to drop files."""
     drops = drops or _Drops(())
     drops()

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvkeep import transfer
 from kvkeep.blocks.sessions import Session, load_session, save_session
 from kvkeep.cache import KeepCache
-from kvkeep.engine.verified import verified
+from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
@@ -206,6 +206,8 @@ def _new_cache(model: Any, case: AnswerCase, context: int) -> KeepCache:
 @torch.inference_mode()
 def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[int], Tensor]:
     """Return all token ids, and the logits of each new one, (new, vocabulary) in float32."""
+    if cache.method.recall.drafts:
+        return _drafted(model, prompt, cache)
     ids = torch.tensor([prompt], device=model.device)
     output = model.generate(
         ids,
@@ -216,14 +218,35 @@ def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[i
         eos_token_id=None,
         return_dict_in_generate=True,
         output_logits=True,
-        **({"custom_generate": verified} if cache.method.recall.drafts else {}),
     )
     return output.sequences[0].tolist(), torch.cat(output.logits)
 
 
+class _Recorded(Answer):
+    """An answer that keeps the logits of its tokens."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.logits = list[Tensor]()
+
+    def take(self, token: int, logits: Tensor | None = None) -> None:
+        assert logits is not None
+        self.logits.append(logits.float())
+        super().take(token, logits)
+
+
+def _drafted(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[int], Tensor]:
+    """Return what :func:`_answer` does, for a method that drafts, which transformers' generate() does not do."""
+    scheduler, answer = Scheduler(model, packed=False), _Recorded(Ask(prompt, NEW_TOKENS), cache, None, (), None)
+    scheduled = scheduler.add(answer)
+    while not scheduled.give(scheduler.step()[0].logits):
+        pass
+    return [*prompt, *answer.tokens], torch.stack(answer.logits)
+
+
 def _saved(cache: KeepCache, sequence: Sequence[int]) -> Iterator[bytes]:
     """Save and load the session; yield names, forms and bytes of its tensors. The number of drafts depends on measured
-    seconds, and the resident entries depend on the rounds, so a method that drafts yields only its checkpoint."""
+    seconds, and the resident entries depend on the drafts, so a method that drafts yields only its checkpoint."""
     with TemporaryDirectory(prefix="kvkeep-receipt-") as folder:
         path = Path(folder) / "session"
         save_session(path, Session(cache, [list(sequence[: cache.get_seq_length()])]))

@@ -107,7 +107,7 @@ def takes_over(cache: object, tokens: int) -> bool:
     if not isinstance(cache, KeepCache):
         return False
     stream, geometry = cache.stream, cache.geometry
-    if stream.pass_hooks or stream.round is not None or stream.wants_residuals:
+    if stream.pass_hooks or stream.draft_passes is not None or stream.wants_residuals:
         return False
     if len(geometry.full_layers) < len(geometry.layers) or geometry.recurrent_layers or not geometry.steady(tokens):
         return False

@@ -135,7 +135,7 @@ class Subject:
         self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None, shared: bool = False
     ) -> SubjectAnswer:
         """Read a prompt and generate greedily up to ``new`` tokens. An end of text ends the answer, and so does
-        ``ended``, which is called with the text so far. Methods that draft generate in rounds.
+        ``ended``, which is called with the text so far.
 
         shared: methods share what they can of reading the prompt, which stays in :attr:`readings`; only those that
         draft then follow the model's generation config."""

@@ -26,16 +26,13 @@ class CacheOptions:
 
     method: options.Method = None
     budget: options.Budget = None
-    exact: Annotated[
-        bool,
+    drafts: Annotated[
+        str,
         Option(
-            "--exact",
-            "-e",
-            help="Generate the same tokens as the unbounded cache, by draft and verify; --method (default: snapkv) "
-            "drafts.",
-            rich_help_panel=options.CACHE,
+            help=f"{options.DRAFTS} Or a selector: the model drafts within the --budget (SELECTOR+verified).",
+            rich_help_panel=options.ADVANCED,
         ),
-    ] = False
+    ] = options.DraftsOption.copies
     memory: Annotated[
         str | None,
         Option(
@@ -114,21 +111,31 @@ class CacheOptions:
         if budget == AUTO:
             return RequestedCache(None, auto=True, memory=self.memory)
         stored = {name: getattr(self, name) for name in ("checkpoint", "where", "capacity", "folder")}
-        recall = "verified" if self.exact else None
-        return RequestedCache(requested(method, budget, recall=recall, chunk=chunk, **stored))
+        return RequestedCache(requested(method, budget, chunk=chunk, **stored))
+
+    @property
+    def selects(self) -> bool:
+        """Whether a selector drafts."""
+        return self.drafts not in [*options.DraftsOption]
 
     def _resolved(self) -> tuple[str | None, str | None]:
         """Return the method and the budget from the options."""
+        method, selects = self.method, self.selects
         limits = [f"{self.kv_budget_tokens}"] if self.kv_budget_tokens else []
         limits += [f"{self.kv_budget_mb}MB"] if self.kv_budget_mb else []
-        if not limits:
-            return self.method, self.budget
-        if self.method is not None or self.budget is not None or self.exact or len(limits) > 1:
+        if limits and (method is not None or self.budget is not None or selects or len(limits) > 1):
             raise UsageError(
                 "--kv-budget-tokens and --kv-budget-mb choose method kv-lru and its budget; give only one of them, "
-                "without --method, --budget or --exact."
+                "without --method, --budget or a selector for --drafts."
             )
-        return KV_LRU, limits[0]
+        if limits:
+            return KV_LRU, limits[0]
+        if selects and method is not None:
+            raise UsageError(
+                f"--drafts {self.drafts} chooses the method '{self.drafts}+verified'; leave --method out, or name the "
+                "whole method there."
+            )
+        return f"{self.drafts}+verified" if selects else method, self.budget
 
 
 @dataclass(frozen=True)

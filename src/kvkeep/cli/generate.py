@@ -45,7 +45,6 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not apply the model's chat template.", rich_help_panel=options.ADVANCED)
     ] = False,
-    drafts: options.Drafts = options.DraftsOption.copies,
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, within a cache budget."""
@@ -68,7 +67,7 @@ def generate(
 
         requested = cache.parse(chunk)
     with startup(model.model):  # which may download it: a wrong option is refused before
-        loaded = model.load(drafts)
+        loaded = model.load(cache.drafts)
     found = None if excerpts is None else excerpt(loaded.tokenizer, text or "", prompt or "", excerpts)
     if found is not None:
         messages = ask(found.text, prompt)
@@ -126,7 +125,6 @@ def as_json(result: Any) -> dict[str, Any]:
         "accepted": result.accepted,
         "memory": result.memory.as_dict(),
         "timing": asdict(result.timing),
-        "rounds": None if result.rounds is None else asdict(result.rounds),
     }
 
 
@@ -134,7 +132,6 @@ def summary(result: Any) -> str:
     """Return a line on the method, speed and memory of an answer."""
     memory, timing = result.memory, result.timing
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
-    rounds = result.rounds
     until = "" if result.exact_tokens is None else f", exact up to {result.exact_tokens:,} tokens"
     until += f", {result.lost_tokens:,} lost" if result.lost_tokens else ""
     line = f"{result.method} ({result.exactness}{until}): {timing.prefill_tokens} tokens read at "
@@ -144,8 +141,6 @@ def summary(result: Any) -> str:
     line += f" at {timing.decode_tokens_per_s:.1f}/s" if len(result.tokens) > 1 else ""  # the first ends the reading
     if result.drafted:
         line += f" ({result.accepted} of {result.drafted} drafts accepted)"
-    if rounds is not None:
-        line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts accepted)"
     sizes = [f"resident {size(memory.resident_bytes)}"]
     if memory.compressed_bytes:
         sizes.append(f"compressed {size(memory.compressed_bytes)}")

@@ -126,14 +126,8 @@ class DraftsOption(StrEnum):
     none = "none"
 
 
-Drafts = Annotated[
-    DraftsOption,
-    Option(
-        "--drafts",
-        help="Tokens that are read together, if the answer repeats a text: copies, or none. The answer is the same.",
-        rich_help_panel=ADVANCED,
-    ),
-]
+DRAFTS = "Tokens that are read together, if the answer repeats a text: copies, or none. The answer is the same."
+Drafts = Annotated[DraftsOption, Option("--drafts", help=DRAFTS, rich_help_panel=ADVANCED)]
 Sessions = Annotated[
     str | None,
     Option(metavar="FOLDER", help="Folder of saved sessions and their blocks.", show_default="$KVKEEP_DATA/store"),
@@ -154,13 +148,13 @@ class ModelOptions:
         """Check the options as :func:`check_model` does."""
         check_model(self.model, self.weights, self.device)
 
-    def load(self, drafts: DraftsOption = DraftsOption.copies) -> Loaded:
+    def load(self, drafts: str = DraftsOption.copies) -> Loaded:
         """Load the model, with progress on standard error. drafts: those of its answers."""
         from kvkeep.engine.drafts import without_drafts
         from kvkeep.models.loading import load
 
         loaded = load(self.model, weights=self.weights, device=self.device, pre=self.pre, progress=note)
-        if drafts is DraftsOption.none:
+        if drafts == DraftsOption.none:
             without_drafts(loaded.model)
         return loaded
 

@@ -24,7 +24,7 @@ class Reader(Part):
     """How the attention of one layer reads entries that are not resident, and the state that this needs."""
 
     waiting: int = 0
-    """The number of received slots that wait for a decision."""
+    """The number of received slots of drafts."""
 
     @abstractmethod
     def attend(self, layer: Any, step: AttentionInputs) -> Tensor:
@@ -38,6 +38,12 @@ class Reader(Part):
     def plan(self, layer: Any) -> LayerStep | None:
         """Return the step for one more entry of each of the layer's lanes; None: :meth:`attend` computes it."""
         return None
+
+    def commit(self, layer: Any) -> None:
+        """Note that the step of :meth:`plan` has run. An interrupted call can be repeated."""
+        if layer.resident.length == layer.length:
+            layer.resident.commit()
+        layer.length += 1
 
     def settling(self, layer: Any, keys: Tensor, values: Tensor, mapped: bool = False) -> None:
         """Called before the new entries of a step are stored. mapped: they are mapped from a file and never change."""
@@ -74,7 +80,7 @@ class Recall(ABC):
     backed: ClassVar[bool] = True
     """It needs every entry in a checkpoint."""
     drafts: ClassVar[bool] = False
-    """The recall decodes in rounds of draft and verify, for which a checkpoint may not lose entries."""
+    """The resident entries draft tokens, which an exact pass verifies, so a checkpoint may not lose entries."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
     endless: ClassVar[bool] = False
@@ -83,7 +89,7 @@ class Recall(ABC):
     """Parameters that may name files of this machine; a server refuses them in requests."""
 
     def tail(self, entries: int) -> int:
-        """Return how many of a budget's ``entries`` are for tokens that wait for a decision; 0 where no tokens wait."""
+        """Return how many of a budget's ``entries`` are for drafts; 0 where there are none."""
         return 0
 
     def refuses(self, method: Any) -> str | None:
@@ -110,7 +116,7 @@ class Recall(ABC):
 
     def shared(self, ledger: Ledger) -> Any:
         """Return the object that the readers of all layers share, or None. Those of a recall that :attr:`drafts` share
-        the cache's rounds."""
+        the cache's draft passes."""
         return None
 
     @abstractmethod

@@ -32,7 +32,6 @@ from kvkeep.memory.meter import Memory
 from kvkeep.models.same_text import check_text, digest_text
 from kvkeep.policies.names import STOCK
 from kvkeep.stock import memory_of
-from kvkeep.stores.readers.round import RoundStatistics
 
 SEEDS = range(-(2**63), 2**64)
 """Seeds that torch accepts."""
@@ -73,8 +72,6 @@ class Generation:
     memory: Memory
     timing: Timing
     sequence: list[int] = field(repr=False)
-    rounds: RoundStatistics | None = None
-    """Statistics of the rounds of draft and verify."""
     exact_tokens: int | None = None
     """The number of tokens up to which the text is exact, where it is longer; None: the class holds for all of it."""
     lost_tokens: int = 0
@@ -256,9 +253,8 @@ def _generation(caller: _Caller, answer: Answer, stopped: str, timing: Timing) -
         memory=memory_of(cache),
         timing=timing,
         sequence=[*caller.prompt, *answer.tokens],
-        drafted=0 if answer.drafter is None else answer.drafter.drafted,
-        accepted=0 if answer.drafter is None else answer.drafter.accepted,
-        rounds=None if bounded is None or bounded.round is None else bounded.round.statistics,
+        drafted=answer.drafted,
+        accepted=answer.accepted,
     )
 
 

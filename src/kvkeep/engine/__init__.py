@@ -1,1 +1,1 @@
-"""The engine: one answer, the forward pass for one or several sessions, and the rounds that verify drafts."""
+"""The engine: one answer, the forward pass for one or several sessions, and drafts of the next tokens."""

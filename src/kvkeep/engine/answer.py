@@ -1,8 +1,8 @@
 """Answers while they are generated, and the scheduler that reads for them.
 
 An answer says which tokens the model reads for it, chooses a token from their logits, and decides whether it ends. The
-scheduler runs answers in steps. A step reads one token, or one verifying run, for every answer in generation, and one
-chunk of one prompt. Prompts take turns. A prompt is cut into the same chunks as in a separate session, or into shorter
+scheduler runs answers in steps. A step reads one token, with its drafts, for every answer in generation, and one chunk
+of one prompt. Prompts take turns. A prompt is cut into the same chunks as in a separate session, or into shorter
 ones if the answer cannot depend on them. So an answer does not depend on other sessions.
 """
 
@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,10 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read, can_pack, forward, without_memory
-from kvkeep.engine.drafts import Drafter, PassPrices, can_draft, keep_windows, max_drafts, take_back
+from kvkeep.engine.bounded_drafts import BoundedDrafts
+from kvkeep.engine.drafts import Copies, Drafter, PassPrices, can_draft, expect_drafts, max_drafts, take_back
 from kvkeep.engine.pieces import AnswerText, TextPiece
-from kvkeep.engine.rounds import Rounds, next_input
 from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling
-from kvkeep.errors import KvkeepError
 from kvkeep.models.adapter import decoder_of
 from kvkeep.passes.record import TextRecord
 
@@ -100,8 +99,10 @@ class Answer:
         """The reason why the answer ended: "eos", "stop", "length", or the result of ``check``; empty until then."""
         self.first_at = self.last_at = 0.0
         """The times when the first and the last token were chosen, by ``time.perf_counter()``."""
+        self.drafted = self.accepted = 0
+        """The numbers of drafts, and of those that were right."""
         self.drafter: Drafter | None = None
-        """The drafts of its passes; None: it has none."""
+        """Drafts its next tokens; None: it has no drafts."""
         self._text: AnswerText | None = None
         if listener is not None:
             self._text = AnswerText(tokenizer, ask.prompt, ask.stops, ask.top_logprobs, listener, ask.named)
@@ -127,18 +128,14 @@ class Answer:
         if isinstance(sampler, Sampling):
             sampler = sampler.sampler(len(prompt), logits.device)
         ids = torch.tensor([[*prompt]], device=logits.device)
-        if isinstance(self.cache, KeepCache) and self.cache.method.recall.drafts:
-            yield from self._rounds(ids, logits, sampler)
-            return
-        if isinstance(self.cache, KeepCache) and copies(self.cache.model) and can_draft(self.cache):
-            form = sampler.grammar
-            self.drafter = Drafter(prompt, prices, None if form is None else form.forced)
+        self.drafter = self._drafter(sampler, ids, prices)
         drafts: Sequence[int] = ()
         while True:
-            before = len(self.tokens)
+            before, exact = len(self.tokens), list[Tensor]()
             try:
                 for row, draft in zip(logits, [*drafts, None], strict=True):
-                    self.take(sampler.next(ids, row[None]), row)
+                    exact.append(sampler.scores(ids, row[None])[0])
+                    self.take(int(exact[-1].argmax()), row)
                     if sampler.processors:
                         ids = torch.cat([ids, ids.new_tensor([self.tokens[-1:]])], 1)
                     if self.reason or self.tokens[-1] != draft:
@@ -146,14 +143,30 @@ class Answer:
             finally:
                 if drafts:
                     take_back(self.cache, 1 + len(drafts) - max(1, len(self.tokens) - before))
+            self.drafted += len(drafts)
+            self.accepted += len(exact) - 1
             if self.drafter is not None:
-                self.drafter.learn(len(drafts), self.tokens[before:])
+                self.drafter.learn(len(drafts), self.tokens[before:], exact)
             if self.reason:
                 return
             if self.drafter is not None:
                 limit = min(max_drafts(self.cache), self.ask.max_tokens - len(self.tokens) - 1)
-                drafts = self.drafter.drafts(self.tokens, limit)
+                drafts = yield from self.drafter.drafts(self.tokens, limit)
             logits = yield from self._read(drafts)
+
+    def _drafter(self, sampler: Sampler, prompt: Tensor, prices: PassPrices) -> Drafter | None:
+        """Return what drafts the tokens after the prompt, (1, tokens)."""
+        cache, form, copied = self.cache, sampler.grammar, None
+        if not isinstance(cache, KeepCache) or not can_draft(cache):
+            return None
+        bounded = cache.draft_passes is not None
+        if copies(cache.model):
+            prices = PassPrices(by_rows=False) if bounded else prices
+            copied = Copies(self.ask.prompt, prices, None if form is None else form.forced)
+        if not bounded:
+            return copied
+        cache.compress()
+        return BoundedDrafts(cache, prompt, sampler, copied)
 
     def _read(self, drafts: Sequence[int]) -> Generator[Read, Tensor, Tensor]:
         """Read the last token and its drafts; return their logits."""
@@ -161,36 +174,12 @@ class Answer:
         if not drafts:
             return (yield read)
         length = self.cache.get_seq_length()
-        keep_windows(self.cache)
+        expect_drafts(self.cache)
         try:
             return (yield read)
         except BaseException:
             take_back(self.cache, max(0, self.cache.get_seq_length() - length - 1))
             raise
-
-    def _rounds(self, prompt: Tensor, logits: Tensor, sampler: Sampler) -> Reads:
-        """Generate in rounds of draft and verify."""
-        self.cache.compress()
-        limit = prompt.shape[1] + self.ask.max_tokens
-
-        def add(row: int, token: int, logits: Tensor) -> bool:
-            self.take(token, logits[row])
-            return bool(self.reason)
-
-        rounds = Rounds(self.cache, prompt, sampler, add, limit, copies=copies(self.cache.model))
-        rounds.start(logits[-1:], None)
-        steps = rounds.rounds()
-        try:
-            wanted = next(steps, None)
-            while wanted is not None:
-                ids = wanted.input_ids[0].tolist()
-                logits = yield Read(self.cache, ids, len(ids), first=int(wanted.position_ids[0, 0]))
-                wanted = next_input(steps, logits[None])
-        except BaseException:
-            with suppress(KvkeepError):  # raised again at the next use of the cache
-                self.cache.stream.abandon()
-            raise
-        self.cache.stream.abandon()
 
     def take(self, token: int, logits: Tensor | None = None) -> None:
         """Append a token, chosen by ``logits`` (vocabulary,), and report the text that it completes. Raises NotNumbers
@@ -248,8 +237,8 @@ class ScheduledAnswer:
         cache, chunks = self._wanted.cache, self._chunks
         stored = cache.checkpoint
         rebuilds = stored is not None and (stored.capacity or stored.by_token or stored.replays)
-        # Bits of a recurrent state depend on the chunks.
-        if not cache.stream.any_chunk or cache.round is not None or rebuilds or cache.geometry.recurrent_layers:
+        depends = any(not state.in_order for state in cache.states.values())  # bits of the state, on the chunks
+        if not cache.stream.any_chunk or rebuilds or depends:
             return
         if chunks[0] > (part := min(SHORT_CHUNK, chunk_size(cache))):
             chunks[0] -= part
@@ -284,7 +273,7 @@ class ScheduledAnswer:
         return False
 
     def close(self) -> None:
-        """End the answer at its current token. Raises KvkeepError if an unfinished round cannot be undone."""
+        """End the answer at its current token, and forget its drafts."""
         self._reads.close()
 
 
@@ -341,10 +330,11 @@ class Scheduler:
 
     @contextmanager
     def _priced(self, answers: Sequence[ScheduledAnswer], reads: Sequence[Read]) -> Iterator[None]:
-        """Measure the pass within the block, if all of its answers are in generation and may have drafts."""
+        """Measure the pass within the block, if all of its answers are in generation and draft by their prices."""
         begin = time.perf_counter()
         yield
-        if all(one.writes and one.answer.drafter is not None for one in answers):
+        drafters = [one.answer.drafter if one.writes else None for one in answers]
+        if all(one is not None and one.prices is self.prices for one in drafters):
             self.prices.note(sum(len(read.ids) for read in reads), time.perf_counter() - begin)
             self.prices.others = len(answers) - 1
 
@@ -369,7 +359,7 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     record.expect_more(read.cut)
     try:
         ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
-        first = cache.get_seq_length() if read.first is None else read.first
+        first = cache.get_seq_length()
         positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
         given = {"input_ids": ids, "position_ids": positions, "cache": cache, "use_cache": True}
         if not read.keep and (decoder := decoder_of(model)) is model.base_model:

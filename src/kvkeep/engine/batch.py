@@ -33,8 +33,6 @@ class Read:
     """The number of last tokens whose logits are returned."""
     cut: bool = False
     """Whether more of the same text follows."""
-    first: int | None = None
-    """The position of the first token; None: the cache's next position."""
 
 
 class Batch(Cache):
@@ -45,7 +43,7 @@ class Batch(Cache):
         self.sessions, start = [], 0
         for read in reads:
             span = slice(start, start := start + len(read.ids))
-            self.sessions.append(SessionPass(read.cache.stream, read.cache, span, read.first, read.cut))
+            self.sessions.append(SessionPass(read.cache.stream, read.cache, span, read.cut))
         self.geometry = reads[0].cache.geometry
         self.hooks = ForwardHooks(self.sessions, self.geometry, packed=True)
 
@@ -98,8 +96,8 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
         if isinstance(result, Exception) and ran_out_of_memory(result):
             release(result)
             trim_memory()
-            # Once the pass is undone, no entry is evicted for good, no round ended, and no window moved.
-            restored = read.cache.crops and read.cache.round is None and not read.cache.stream.moving
+            # Once the pass is undone, no entry is evicted for good, no draft forgotten, and no window moved.
+            restored = read.cache.crops and read.cache.draft_passes is None and not read.cache.stream.moving
             again = restored and len(reads) > 1
             (result,) = _forward(model, [read]) if again else (result,)
             found[number] = without_memory(read, result)

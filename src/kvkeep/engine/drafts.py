@@ -11,17 +11,21 @@ that they are right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from kvkeep import report
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.engine.batch import Read
 from kvkeep.engine.pacing import Acceptance
 from kvkeep.memory.rows import BLOCK
+from kvkeep.stores.recurrent import NOTES
 
 GRAM = 3
 """The number of tokens that must match before a copy."""
@@ -39,6 +43,9 @@ ROW_PRICE = 0.25
 """The price of another row, in passes of one row, before it was measured."""
 GUESSES = 3
 """The number of drafts that the first guess of their chance counts for."""
+
+Drafts = Generator[Read, Tensor, Sequence[int]]
+"""Yields what the model reads to draft, receives its logits (keep, vocabulary), and returns the drafts."""
 
 
 class Copy(NamedTuple):
@@ -84,6 +91,8 @@ class CopiedText:
 class PassPrices:
     """What passes of a model cost, by their number of rows. Recent passes weigh most."""
 
+    by_rows: bool = True
+    """Whether they depend on the rows; otherwise what a pass recalls costs most."""
     others: int = 0
     """The number of other answers in generation, with a row each."""
     seconds: dict[int, float] = field(default_factory=dict)
@@ -91,11 +100,13 @@ class PassPrices:
 
     def note(self, rows: int, seconds: float) -> None:
         """Record a pass."""
+        rows = rows if self.by_rows else 1
         before = self.seconds.get(rows, seconds)
         self.seconds[rows] = PRICE_FORGET * before + (1 - PRICE_FORGET) * seconds
 
     def of(self, rows: int) -> float:
         """Return the price of a pass, in any unit: by the next smaller and larger ones that were measured."""
+        rows = rows if self.by_rows else 1
         below = max((one for one in self.seconds if one <= rows), default=None)
         above = min((one for one in self.seconds if one >= rows), default=None)
         if below is None or above is None:
@@ -109,54 +120,69 @@ class PassPrices:
         return (1 - share) * self.seconds[below] + share * self.seconds[above]
 
 
-class Drafter:
-    """The drafts of one answer. prompt: the tokens before it. forced: returns the tokens that the answer's form wants
-    after its tokens so far."""
+class Drafter(ABC):
+    """The drafts of one answer. prices: those of the passes that read them."""
+
+    def __init__(self, prices: PassPrices) -> None:
+        self.prices = prices
+
+    @abstractmethod
+    def drafts(self, tokens: Sequence[int], limit: int) -> Drafts:
+        """Return the drafts of the pass that reads the last of the answer's ``tokens``: at most ``limit``. The caller
+        runs the passes that this takes."""
+
+    @abstractmethod
+    def learn(self, drafted: int, taken: Sequence[int], exact: Sequence[Tensor]) -> None:
+        """Note the tokens that were chosen in a pass with ``drafted`` drafts: all right ones, and one more. exact: the
+        scores (vocabulary,) that chose them."""
+
+
+class Copies(Drafter):
+    """Drafts that are copied from the text. prompt: the tokens before the answer. forced: returns the tokens that the
+    answer's form wants after its tokens so far."""
 
     def __init__(
         self, prompt: Sequence[int], prices: PassPrices, forced: Callable[[Sequence[int]], Sequence[int]] | None = None
     ) -> None:
-        self.drafted = self.accepted = 0
-        """The numbers of drafts, and of those that were right."""
-        self._text, self._prices, self._forced = CopiedText(prompt), prices, forced
+        super().__init__(prices)
+        self._text, self._forced = CopiedText(prompt), forced
         self._chances = dict[int, Acceptance]()
-        self._chance: Acceptance | None = None  # of the last drafts
-        self._expected: int | None = None  # the first token of a copy that was not read
+        self._chance: Acceptance | None = None  # of the last copy
+        self._copy: Sequence[int] = ()  # the last drafts, and those that were not worth their price
 
-    def drafts(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
-        """Return the drafts of the pass that reads the last of the answer's ``tokens``: at most ``limit``."""
-        limit = min(limit, LONGEST)
+    def drafts(self, tokens: Sequence[int], limit: int) -> Drafts:
+        """Return the drafts of :meth:`copy`, without a pass."""
+        yield from ()
+        return self.copy(tokens, limit)[0]
+
+    def copy(self, tokens: Sequence[int], limit: int) -> tuple[Sequence[int], float]:
+        """Return the drafts, and the expected tokens per unit of price of the pass that reads them; 0 without any."""
+        limit, self._copy = min(limit, LONGEST), ()
         if limit < 1:
-            return ()
+            return (), 0.0
         drafts, match = (() if self._forced is None else self._forced(tokens)[:limit]), FORCED
         if not drafts:
             drafts, match = self._text.copy(limit)
         if not drafts:
-            return ()
-        self._chance = self._chances.setdefault(_bucket(match), _first_guess(match))
-        count = self._count(len(drafts), self._chance)
-        if not count:  # judged all the same, so that a text that begins to copy is noticed
-            self._expected = drafts[0]
-        return drafts[:count]
+            return (), 0.0
+        chance = self._chances.setdefault(_bucket(match), _first_guess(match))
+        self._chance, self._copy, others = chance, drafts, self.prices.others
 
-    def learn(self, drafted: int, taken: Sequence[int]) -> None:
-        """Note the tokens that were chosen in a pass with ``drafted`` drafts: all right ones, and one more."""
-        accepted = len(taken) - 1
-        if self._chance is not None:
-            if self._expected is not None:
-                self._chance.note(int(taken[0] == self._expected), 1)
-            elif drafted:
-                self._chance.note(min(accepted, drafted), drafted)
-        self._chance = self._expected = None
-        self.drafted += drafted
-        self.accepted += accepted
+        def rate(count: int) -> float:
+            """Return the expected tokens per unit of price, all answers of the pass together."""
+            return (others + chance.tokens(count)) / self.prices.of(1 + others + count)
+
+        count = max(range(len(drafts) + 1), key=rate)
+        return drafts[:count], rate(count) if count else 0.0
+
+    def learn(self, drafted: int, taken: Sequence[int], exact: Sequence[Tensor]) -> None:
+        """Judge the last copy, and add the tokens to the text."""
+        judged = min(len(self._copy), len(taken))
+        if self._chance is not None and judged:  # whether or not they were read: a text may begin to copy
+            wrong = (number for number in range(judged) if self._copy[number] != taken[number])
+            self._chance.note(next(wrong, judged), judged)
         for token in taken:
             self._text.add(token)
-
-    def _count(self, limit: int, chance: Acceptance) -> int:
-        """Return the number of drafts that gives the most tokens per second, all answers of the pass together."""
-        others, prices = self._prices.others, self._prices
-        return max(range(limit + 1), key=lambda count: (others + chance.tokens(count)) / prices.of(1 + others + count))
 
 
 def _bucket(match: int) -> int:
@@ -173,6 +199,8 @@ def max_drafts(cache: KeepCache) -> int:
     """Return the number of drafts that the next pass of a cache can take back, which :func:`can_draft`."""
     stream = cache.stream
     limit = stream.chunk - 1
+    if cache.states and cache.draft_passes is None:
+        limit = min(limit, NOTES - 1)
     if stream.record.on_block is not None:  # what windows hold is kept at the end of a block
         limit = min(limit, BLOCK - 1 - cache.get_seq_length() % BLOCK)
     return limit
@@ -185,17 +213,23 @@ def without_drafts(model: Any) -> None:
 
 def can_draft(cache: KeepCache) -> bool:
     """Return whether an answer in a cache may have drafts: a pass over several tokens has the bits of single steps, and
-    can be taken back. A recurrent state cannot."""
-    if cache.exactness is not Exactness.EXACT or not cache.crops or cache.round is not None:
+    can be taken back. A budget has no room for copies of recurrent states."""
+    if cache.exactness is not Exactness.EXACT or not cache.crops:
         return False
-    made, request = cache.made, cache.request
-    return not cache.geometry.recurrent_layers and report.same_bits(request, cache.geometry, made, cache.model)
+    if cache.draft_passes is not None:  # its promise is the token of the exact pass
+        return True
+    if cache.states and cache.entries is not None:
+        return False
+    return report.same_bits_of_steps(cache.request, cache.geometry, cache.made, cache.model)
 
 
-def keep_windows(cache: KeepCache) -> None:
-    """Let windows keep what they would evict for the drafts of the next pass, until :func:`take_back`."""
+def expect_drafts(cache: KeepCache) -> None:
+    """Let windows and recurrent states keep what taking back the drafts of the next pass needs, until
+    :func:`take_back`."""
     for window in _windows(cache):
         window.record_past = True
+    for state in cache.states.values():
+        state.expect_drafts()
 
 
 def take_back(cache: KeepCache, count: int) -> None:
@@ -206,6 +240,8 @@ def take_back(cache: KeepCache, count: int) -> None:
         window.record_past = False
         if not cache.stream.open:
             window.trim()
+    for state in cache.states.values():
+        state.forget_drafts()
 
 
 def _windows(cache: KeepCache) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,26 +143,39 @@ class Sampler:
     """Whether tokens are sampled; otherwise the likeliest token is chosen."""
     generator: torch.Generator | None = None
     """Generates the noise; None: torch's default generator."""
+    _ahead: deque[Tensor] = field(default_factory=deque)
+    """Noise of the next tokens, which drafts have used; each token has its own, whatever is drafted."""
 
     @property
     def grammar(self) -> GrammarProcessor | None:
         """The form of the answer; None: any text."""
         return next((one for one in self.processors if isinstance(one, GrammarProcessor)), None)
 
-    def noise(self, like: Tensor) -> Tensor:
-        """Return new noise, with the shape of the probabilities."""
-        return torch.empty_like(like).exponential_(1, generator=self.generator)
-
     def next(self, ids: Tensor, logits: Tensor) -> int:
         """Return the token after ``ids`` (1, tokens), chosen by ``logits`` (1, vocabulary). Raises NotNumbers for NaN
         if tokens are sampled."""
+        return int(self.scores(ids, logits).argmax())
+
+    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Return the scores (1, vocabulary) whose largest is the token that :meth:`next` returns. Raises NotNumbers as
+        it does."""
+        scores = self.draft_scores(ids, logits, 0)
+        if self.sampled:
+            self._ahead.popleft()
+        return scores
+
+    def draft_scores(self, ids: Tensor, logits: Tensor, drafts: int) -> Tensor:
+        """Return the scores of a draft, the last ``drafts`` of whose ``ids`` are drafts, too. With the same logits they
+        will be those of :meth:`scores`. Raises NotNumbers as :meth:`next` does."""
         scores = self.processors(ids, logits.to(torch.float32, copy=True))
         if self.sampled:
             scores = scores.softmax(-1)
             if not bool(scores.isfinite().all()):
                 raise NotNumbers
-            scores = scores / self.noise(scores)
-        return int(scores.argmax())
+            while len(self._ahead) <= drafts:
+                self._ahead.append(torch.empty_like(scores).exponential_(1, generator=self.generator))
+            scores = scores / self._ahead[drafts]
+        return scores
 
 
 class _Written(LogitsProcessor):

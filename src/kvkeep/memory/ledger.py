@@ -51,17 +51,6 @@ class Ledger:
         self.length += count
         self._see(mask[:, : self.length] if mask is not None and mask.ndim == 2 else None)
 
-    def keep(self, start: int, counts: list[int]) -> None:
-        """Keep the first ``counts`` slots of each row after slot ``start``; shorter rows are padded."""
-        stop = start + max(counts)
-        self.truncate(stop)
-        visible = self.visible
-        if len(set(counts)) > 1:
-            real = (torch.arange(max(counts)) < torch.tensor(counts)[:, None]).to(self.device)
-            before = real.new_ones(self.batch, start) if visible is None else visible[:, :start]
-            visible = torch.cat([before, real], 1)
-        self._see(None if visible is None else visible[:, :stop])
-
     def _see(self, mask: Tensor | None) -> None:
         """Record padding from a mask (batch, slots), read once on the host."""
         self.visible = self.first = self._padding = None

@@ -38,8 +38,6 @@ class SessionPass:
     """The cache itself; None where it is the only one."""
     span: slice = field(default_factory=lambda: slice(None))
     """The columns of its tokens."""
-    first: int | None = None
-    """The position of its first token; None: the cache's next position."""
     cut: bool = False
     """More of the same text follows."""
     error: Exception | None = None
@@ -51,7 +49,7 @@ class SessionPass:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of its tokens, (1, tokens)."""
-        first = self.stream.length if self.first is None else self.first
+        first = self.stream.length
         return torch.arange(first, first + self.span.stop - self.span.start, device=device)[None]
 
 

@@ -27,12 +27,13 @@ from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.pass_owner import PassOwner
-from kvkeep.passes.record import Listener, TextRecord
+from kvkeep.passes.record import TextRecord
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
+from kvkeep.stores.layer import Layer
 from kvkeep.stores.layer_group import LayerGroup
 
 MAX_PLANNED = 16
@@ -63,7 +64,7 @@ class CacheStream:
         self.holdings = made.holdings
         self.streams, self.exact, self.decoder, self.device = made.streams, made.exact, made.decoder, made.device
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
-        self.positions, self.round = made.positions, made.round
+        self.positions, self.draft_passes, self.states = made.positions, made.draft_passes, made.states
         self.chunk = made.chunk or sys.maxsize
         self.observes = made.streams and method.exactness != "exact"
         self.masks_itself = made.exact  # attention is causal and skips padding, so no mask has to be made
@@ -110,7 +111,7 @@ class CacheStream:
         start, stop, ends = self.length, self.length + count, set[int]()
         if self.exact_tokens is not None:  # a chunk is exact as a whole or not at all
             ends = {self.exact_tokens}
-        elif _listener(self) is not None and self.any_chunk and not self.record.continues:
+        elif self.record.on_block is not None and self.any_chunk and not self.record.continues:
             ends = {(stop - 1) // BLOCK * BLOCK, self.record.message_end}
         marks = [start, *sorted(end for end in ends if start < end < stop), stop]
         parts = [end - begin for begin, end in pairwise(marks)]
@@ -183,8 +184,6 @@ class CacheStream:
             return positions
         if self.rereading is not None:
             self.rereading.check_ids(ids)
-        if self.round is not None:
-            self.round.before_forward()
         self._masked = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
         if self._masked and self.checkpoint is not None and self.checkpoint.replays:
             raise UsageError(
@@ -257,7 +256,7 @@ class CacheStream:
             if (step := layer.plan()) is None:
                 continue
             steps[index] = step
-            if self.streams and (key := layer.resident.group) is not None:
+            if self.streams and not self._drafting and (key := layer.resident.group) is not None:
                 groups.setdefault((key, step.entries), []).append((index, step, layer.resident))
         for members in groups.values():
             indices, planned, residents = zip(*members, strict=True)
@@ -272,7 +271,7 @@ class CacheStream:
         """Whether each layer can plan a token by itself: nothing that layers share changes."""
         if not self.streams:
             return self.masks_itself and self.first is None
-        more = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
+        more = self.positions or self.pass_hooks or self.rehearsing or self._masked
         return not more and self.ledger.batch == 1 and self.ledger.visible is None
 
     @outside_inference_mode
@@ -284,8 +283,10 @@ class CacheStream:
             index, steps = next(iter(self._steps.items()))
             if completed or all(map(self._wrote, steps)):
                 self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
-                while self.layers[index].get_seq_length() < self._known + len(steps):
-                    self.layers[index].commit()
+                layer = self.layers[index]
+                arrived = layer.arrived if isinstance(layer, Layer) else layer.get_seq_length()
+                for _ in range(self._known + len(steps) - arrived):
+                    layer.commit()
             del self._steps[index]
         self._wrote = _none  # which refers to this stream, whose memory is freed without a collection
         for group in self._groups:
@@ -300,15 +301,16 @@ class CacheStream:
     def recur(
         self, layer_idx: int, run: Callable[..., Tensor], hidden: Tensor, cache: Any, mask: Tensor | None
     ) -> Tensor:
-        """Return the output of a layer's recurrent module ``run``, (batch, new, hidden_size). In a verifying pass it
-        reads one token at a time: transformers adds the terms of several tokens in another order, and a rejected token
-        must leave no trace in the state."""
-        if self.round is None or not self.round.verifying:
+        """Return the output of a layer's recurrent module ``run``, (batch, new, hidden_size). It reads tokens with
+        drafts one at a time: transformers adds the terms of several tokens in another order, and a draft that is taken
+        back must leave no trace in the state."""
+        state = self.states.get(layer_idx)
+        if state is None or not state.noted:
             return run(hidden, cache, mask)
         outputs = []
         for token in range(hidden.shape[1]):
             if token:
-                self.round.states[layer_idx].note()
+                state.note()
             one = slice(token, token + 1)
             outputs.append(run(hidden[:, one], cache, None if mask is None else mask[:, one]))
         return torch.cat(outputs, 1)
@@ -404,8 +406,8 @@ class CacheStream:
             self.meter.cache(held_bytes + self._pending_bytes)
             self._pending_bytes = 0
         self.open = False
-        if self.round is not None:
-            self.round.after_forward()
+        if self._drafting:
+            return
         length = self._processed()
         self._read += max(0, length - self._known)  # since memory was trimmed
         if self._read >= TRIM_TOKENS:
@@ -413,21 +415,20 @@ class CacheStream:
             self._read = 0
         if self.record.on_progress is not None:
             self.record.on_progress(length)
-        if (listener := _listener(self)) is not None and (not length % BLOCK or length == self.record.message_end):
+        if (listener := self.record.on_block) is not None and (not length % BLOCK or length == self.record.message_end):
             listener(length)
 
     @outside_inference_mode
     def roll_back(self, restoring: bool = False) -> None:
-        """Undo an unfinished pass, and the round with it. Hooks miss some interrupts, so this may run at the next use.
-        restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
+        """Undo an unfinished pass, and all drafts if it drafts. Hooks miss some interrupts, so this may run at the next
+        use. restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
         undone, EntriesLost if entries on disk are lost, and UsageError during another thread's pass."""
         self.owner.check()
         self.disk.check()
         if self.open:
             self.commit(False)
-        in_round = self.round is not None and self.round.open
         lost = any(layer.lost for layer in self.bounded)
-        if lost or (self.open and self.moving and not (restoring or in_round)):
+        if lost or (self.open and self.moving and not (restoring or self._drafting)):
             moved = "recurrent state" if self.geometry.recurrent_layers else "sliding window"
             reason = "a store could not take evicted entries" if lost else f"a {moved} cannot be rolled back"
             raise KvkeepError(
@@ -436,8 +437,8 @@ class CacheStream:
         if not self.open:
             return
         # Until all of it is done the pass stays open: an interrupt may come here, too.
-        if self.round is not None and in_round:
-            self.round.retract()
+        if self.draft_passes is not None and self._drafting:
+            self.draft_passes.end()
         else:
             self.record.note_undone()
             self._disturbed = self.observes and not self.method.recall.endless
@@ -475,16 +476,15 @@ class CacheStream:
         self.disk.check(compare=True)  # digests are made anew of what is copied
         self.record.select(index.tolist())
 
-    @outside_inference_mode
     def abandon(self) -> None:
-        """Undo an unfinished pass or round. Raises KvkeepError as :meth:`roll_back`."""
+        """Undo an unfinished pass, and forget drafts. Raises KvkeepError as :meth:`roll_back`."""
         self.roll_back()
-        if self.round is not None and self.round.open:
-            self.round.retract()
+        if self.draft_passes is not None:
+            self.draft_passes.end()
 
     @property
     def _drafting(self) -> bool:
-        return self.round is not None and self.round.drafting
+        return self.draft_passes is not None and self.draft_passes.active
 
 
 def _rows_on_disk(made: Assembly) -> Iterator[Rows]:
@@ -497,9 +497,3 @@ def _rows_on_disk(made: Assembly) -> Iterator[Rows]:
 def _none(step: LayerStep) -> bool:
     """Return that a step has written nothing."""
     return False
-
-
-def _listener(stream: CacheStream) -> Listener | None:
-    """Return the listener for the ends of blocks (:attr:`TextRecord.on_block`); None in a round, whose tokens are not
-    certain."""
-    return None if stream.round is not None and stream.round.open else stream.record.on_block

@@ -16,6 +16,7 @@ from kvkeep.policies.methods import PAGE
 from kvkeep.policies.registry import Everything, Method
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.readers.backed import VOTERS
+from kvkeep.stores.recurrent import NOTES
 from kvkeep.stores.resident.banks import bank_columns
 
 Evictions = tuple[LayerGeometry, int, list[int]]
@@ -258,7 +259,7 @@ def grant(
     of one layer grow where they are one tensor (on a GPU, and without the native library).
 
     budget: entries of each full layer. chunk: tokens of a prompt that a cache
-    without a budget reads at a time. rows: rows whose logits a pass computes; default: those of the longest round.
+    without a budget reads at a time. rows: rows whose logits a pass computes; default: those that verify drafts.
     spec, shared, model: see :func:`sizes`.
     """
     peak = _peak(geometry, method, budget, tokens, spec, shared, model)
@@ -292,7 +293,8 @@ def _peak(
     tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
     if method.recall.drafts:  # queries that choose the resident entries again, and their results
         elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
-        queries = min(VOTERS, method.selector.observation_window or VOTERS)
-        tables += FLOAT_BYTES * queries * geometry.attention_heads * elements
-        tables += method.recall.tail(budget or 0) * geometry.recurrent_bytes()  # one for each token that waits
+        tables += FLOAT_BYTES * VOTERS * geometry.attention_heads * elements
+        tables += method.recall.tail(budget or 0) * geometry.recurrent_bytes()  # one for each draft
+    elif method.selector.keeps_all:
+        tables += NOTES * geometry.recurrent_bytes()
     return size.memory(shared) + tables

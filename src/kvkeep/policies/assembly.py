@@ -19,6 +19,7 @@ from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
 from kvkeep.models.adapter import devices, processes
 from kvkeep.models.binding import bind, watch
+from kvkeep.models.recurrences import layers_in_order
 from kvkeep.native.library import library
 from kvkeep.policies.methods import Request
 from kvkeep.policies.registry import Method
@@ -29,7 +30,7 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import SlidingLayer, holding_of
 from kvkeep.stores.in_order import InOrder, Newest
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.readers.round import Round
+from kvkeep.stores.readers.draft_passes import DraftPasses
 from kvkeep.stores.recurrent import RecurrentState
 from kvkeep.stores.resident.cache_positions import CachePositions
 from kvkeep.stores.resident.selected import Selected
@@ -57,8 +58,8 @@ class Assembly:
     """Entries by layer and head, where they differ."""
     positions: CachePositions | None = None
     """Positions within the cache, where the method uses them."""
-    round: Round | None = None
-    """The rounds of draft and verify, where the method drafts."""
+    draft_passes: DraftPasses | None = None
+    """The passes that draft, where the method does."""
     decoder: Any = None
     """The decoder whose forward passes the cache streams."""
     latent: bool = False
@@ -162,7 +163,7 @@ def _bounded(
         streams=True,
         budgets=None if selector.in_order else budgets,
         positions=positions,
-        round=build.round,
+        draft_passes=build.draft_passes,
         decoder=adapter.decoder,
         latent=adapter.latent,
     )
@@ -185,7 +186,7 @@ def _exact(model: Any, geometry: ModelGeometry) -> bool:
 
 class _Builder:
     """Makes the layers of one cache, and opens its checkpoint if it has one. entries: the budget of
-    each layer. tail: its part for tokens that wait for a round's decision, 0 without rounds."""
+    each layer. tail: its part for drafts, 0 where the method has none."""
 
     def __init__(
         self,
@@ -209,12 +210,13 @@ class _Builder:
         self.shared = fate.shared(geometry, self.ledger)
         self.entries, self.tail = entries, tail
         self.checkpoint = None if self.spec is None else self._checkpoint(self.spec)
-        self.states = {layer.index: RecurrentState(layer.state_elements) for layer in geometry.recurrent_layers}
-        self.round: Round | None = None
-        if tail:
-            assert self.checkpoint is not None
-            self.round = Round(tail, self.ledger, self.checkpoint)
-        self.recalled = self.method.recall.shared(self.ledger) if self.round is None else self.round
+        in_order = layers_in_order(model) if geometry.recurrent_layers else set[int]()
+        self.states = {
+            layer.index: RecurrentState(layer.state_elements, in_order=layer.index in in_order)
+            for layer in geometry.recurrent_layers
+        }
+        self.draft_passes = DraftPasses(tail, self.ledger) if tail else None
+        self.recalled = self.method.recall.shared(self.ledger) if self.draft_passes is None else self.draft_passes
 
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
         """Return an assembly of ``layers``, with the objects that they share."""
@@ -281,10 +283,10 @@ class _Builder:
             else stock[layer.index]
             for layer in self.geometry.layers
         ]
-        if self.round is not None:
-            self.round.layers = [layers[layer.index] for layer in self.geometry.full_layers]
-            self.round.states = self.states
-            self.round.windows = [layers[layer.index] for layer in self.geometry.sliding_layers]
+        if (passes := self.draft_passes) is not None:
+            passes.layers = [layers[layer.index] for layer in self.geometry.full_layers]
+            passes.windows = [layers[layer.index] for layer in self.geometry.sliding_layers]
+            passes.states = self.states
         return layers
 
 

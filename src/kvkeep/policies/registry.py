@@ -111,7 +111,7 @@ class Division(NamedTuple):
     """How the entries of a layer's budget are divided."""
 
     tail: int
-    """Entries for tokens that wait for a decision."""
+    """Entries for drafts."""
     within: int
     """All other entries."""
     resident: int

@@ -208,7 +208,7 @@ def peak_bytes(cache: KeepCache, tokens: int) -> int:
         tokens,
         cache.spec,
         chunk=chunk_size(cache),
-        rows=1 if cache.round is None else min(cache.round.tail, cache.stream.chunk),
+        rows=1 if cache.draft_passes is None else min(cache.draft_passes.tail, cache.stream.chunk),
         model=cache.model,
     )
 

@@ -115,7 +115,7 @@ class SessionPool:
         reader: PendingPrefix | None = None
         known = [(one, one.past.ids) for one in (*self.idle(), *self.storing) if _same_kind(one, session)]
         for one in running:
-            if one.session is None or one.session.cache.round is not None or not can_pack(one.session.cache):
+            if one.session is None or one.session.cache.draft_passes is not None or not can_pack(one.session.cache):
                 continue  # its cache has unfinished work between two steps
             if _same_kind(one.session, session):
                 known.append((one.session, one.known))

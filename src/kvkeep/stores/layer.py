@@ -78,9 +78,7 @@ class Layer(CacheLayerMixin):
 
     def commit(self) -> None:
         """Note that the step of :meth:`plan` has run. An interrupted call can be repeated."""
-        if self.resident.length == self.length:
-            self.resident.commit()
-        self.length += 1
+        self.reader.commit(self)
 
     @outside_inference_mode
     def adopt(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -140,7 +138,7 @@ class Layer(CacheLayerMixin):
 
     @property
     def arrived(self) -> int:
-        """Slots received, including those that wait for the round's decision."""
+        """Slots received, including those of drafts."""
         return self.length + self.reader.waiting
 
     # -- what attention sees --------------------------------------------------------------------------

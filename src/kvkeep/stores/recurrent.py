@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from kvkeep.memory.meter import storage_bytes
 
 STATE = "state."
 """The beginning of the names of a state's tensors."""
+NOTES = 8
+"""The maximum number of states of an unbounded cache that are noted, one for each token of a pass with drafts."""
 _KINDS = ("conv", "recurrent")
 _CONV = ".conv."
 
@@ -25,16 +27,20 @@ class RecurrentState(LinearAttentionLayer):
 
     A state has up to two tensors: the last inputs of a convolution, (batch, channels, kernel), in the model's dtype,
     and the state of a recurrence, (batch, heads, ...), in float32. A pass replaces both, so tokens cannot be removed;
-    a copy of an earlier state can be restored. elements: of both tensors of one row; None: not known.
+    a copy of an earlier state can be restored. elements: of both tensors of one row; None: not known. in_order: the
+    module computes in the order of the text, so that no bit depends on how many tokens are read at once.
     """
 
     is_kvkeep = True
     is_sliding = False
     compressed_bytes = bookkeeping_bytes = 0
+    record_past: bool
 
-    def __init__(self, elements: tuple[int, int] | None = None, number_of_states: int = 1) -> None:
+    def __init__(
+        self, elements: tuple[int, int] | None = None, number_of_states: int = 1, in_order: bool = False
+    ) -> None:
         super().__init__(number_of_states)
-        self.elements = elements
+        self.elements, self.in_order = elements, in_order
         self._noted: list[dict[str, Tensor]] = []
         self._cut = False  # whether inputs of the convolution before the present state are lost
 
@@ -98,23 +104,34 @@ class RecurrentState(LinearAttentionLayer):
                 self.conv_kernel_size[place], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
 
     def note(self) -> None:
-        """Keep a copy of the present state, until :meth:`keep` or :meth:`go_back`."""
+        """Keep a copy of the present state, until :meth:`forget_drafts` or :meth:`go_back`."""
         self._noted.append(self.copied())
 
-    def keep(self, counts: Sequence[int]) -> None:
-        """Go back to one of the noted states, or to none of them: each row to the state with its number in ``counts``,
-        in the order of :meth:`note`; the present state is the last one."""
-        states, self._noted = [*self._noted, self.state()], []
-        if min(counts) < len(states) - 1:
-            rows = [*enumerate(counts)]
-            chosen = {name: torch.stack([states[count][name][row] for row, count in rows]) for name in states[-1]}
-            self.restore(chosen, 0)
+    def expect_drafts(self) -> None:
+        """Keep what removing some of the next tokens needs, until :meth:`forget_drafts`: the inputs of a convolution
+        that computes in order, otherwise a copy of the state before each token."""
+        if self.in_order and self.is_croppable:
+            self.activate_past_recording()
+        else:
+            self.note()
+
+    def forget_drafts(self) -> None:
+        """Keep nothing of earlier states any more."""
+        self._noted = []
+        if self.in_order and self.record_past:
+            self.record_past = False
+            self.restore(self.state(), 0)
 
     def go_back(self) -> None:
         """Go back to the first noted state; without one, nothing changes."""
         if self._noted:
             self.restore(self._noted[0], 0)
             self._noted = []
+
+    @property
+    def noted(self) -> bool:
+        """Whether copies of states are kept: then one is needed before each token."""
+        return bool(self._noted)
 
     def _check(self, state: dict[str, Tensor]) -> None:
         """Raise ShapeError unless ``state`` is empty or has the names and sizes of a state."""
@@ -135,17 +152,22 @@ class RecurrentState(LinearAttentionLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise UsageError if the last tokens cannot be removed."""
-        if tokens_to_remove and self.rows and not self._recorded(-tokens_to_remove):
+        if -tokens_to_remove <= len(self._noted):  # a state before each of the last tokens
+            return
+        if self.rows and not self._recorded(-tokens_to_remove):
             raise UsageError(
                 "This model has recurrent layers, whose state cannot go back, so tokens cannot be removed from the "
                 "end; call reset() and read the text again, or rewind() to a state that was kept."
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of a convolution that records its inputs. Raises UsageError as
-        :meth:`check_crop`."""
+        """Remove the last ``-tokens_to_remove`` tokens, if the states before them were noted, or a convolution records
+        its inputs. Raises UsageError as :meth:`check_crop`."""
         self.check_crop(tokens_to_remove)
-        if self.record_past and self.rows:
+        if tokens_to_remove and -tokens_to_remove <= len(self._noted):
+            self.restore(self._noted[tokens_to_remove], 0)
+            del self._noted[tokens_to_remove:]
+        elif self.record_past and self.rows:
             super().crop(tokens_to_remove)
             self._cut = True
 

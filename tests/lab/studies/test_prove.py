@@ -60,7 +60,7 @@ def test_exact_caches_give_identical_answers() -> None:
     rows = found.rows
     assert [(row.identical, row.same, row.tokens) for row in rows] == [(2, 18, 18)] * 3
     assert rows[0].within_budget is None and rows[1].within_budget and rows[2].within_budget
-    assert rows[1].tokens_a_round is not None and rows[1].tokens_a_round >= 1 and rows[0].right is None
+    assert rows[1].tokens_a_pass is not None and rows[1].tokens_a_pass >= 1 and rows[0].right is None
 
 
 def test_a_lossy_method_is_found_to_differ() -> None:

@@ -1,5 +1,5 @@
-"""A checkpoint of every entry: attention reads it in the order of the text, whatever is resident; and a round without
-any accepted token leaves no trace, and what is resident is chosen anew."""
+"""A checkpoint of every entry: attention reads it in the order of the text, whatever is resident. Drafts leave no
+trace, and what is resident is chosen anew."""
 
 from __future__ import annotations
 
@@ -87,17 +87,17 @@ def kept(cache: KeepCache) -> dict[str, torch.Tensor]:
 
 
 def test_drafts_change_nothing_that_is_kept() -> None:
-    """Scores, resident entries and checkpoints are those of committed tokens: a round without any leaves no trace."""
+    """Scores, resident entries and checkpoints are those of tokens that were read exactly."""
     cache = new_cache("h2o+verified, residual", "llama")
-    assert cache.round is not None
+    passes = cache.draft_passes
+    assert passes is not None
     step("llama", cache, prompt())
-    cache.round.draft()
-    step("llama", cache, torch.tensor([[4]]))  # now the resident entries are chosen
+    passes.begin(choose=True)
     before = {name: tensor.clone() for name, tensor in kept(cache).items()}
-    for token in (5, 6, 7):
+    for token in (4, 5, 6):
         step("llama", cache, torch.tensor([[token]]))
-    assert [layer.reader.waiting for layer in bounded(cache)] == [4] * 4
-    cache.round.retract()
+    assert [layer.reader.waiting for layer in bounded(cache)] == [3] * 4 and passes.begun == PROMPT
+    passes.end()
     held = kept(cache)
     assert held.keys() == before.keys()
     for name, tensor in before.items():
@@ -110,13 +110,17 @@ def test_drafts_change_nothing_that_is_kept() -> None:
     assert all(rows.length == PROMPT for _, rows in cache.checkpoint_rows())
 
 
-def test_entries_return_to_which_attention_returns() -> None:
-    """Before a draft the resident entries are those that the selector ranks highest among all."""
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_entries_return_to_which_attention_returns(wrong: int) -> None:
+    """Before drafts the resident entries are those that the selector ranks highest among all, by the attention of the
+    last tokens that were not taken back."""
     cache, full = KeepCache(tiny("llama"), "tova+verified:3", 16, checkpoint="kv", where="host"), tiny("llama")
-    assert cache.round is not None
-    step("llama", cache, prompt())
-    cache.round.draft()
-    step("llama", cache, torch.tensor([[5]]))
+    assert cache.draft_passes is not None
+    step("llama", cache, prompt()[:, :-2])
+    step("llama", cache, torch.cat([prompt()[:, -2:], prompt(1, wrong, 9)], 1))
+    if wrong:
+        cache.crop(-wrong)
+    cache.draft_passes.begin(choose=True)
     kept_attention = full.config._attn_implementation
     try:
         full.set_attn_implementation("eager")
@@ -128,4 +132,4 @@ def test_entries_return_to_which_attention_returns() -> None:
         (bank,) = layer.resident.banks
         expected = set(last.topk(bank.columns).indices.tolist())
         assert all(set(row.tolist()) == expected for row in bank.slots)
-    cache.round.retract()
+    cache.draft_passes.end()

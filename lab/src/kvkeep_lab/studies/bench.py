@@ -339,7 +339,7 @@ def chosen(names: Sequence[str], listed: Sequence[TimingCase]) -> set[str]:
 
 PROCESSES = ("full", "kv-direct", "snapkv+verified")
 """Methods measured in separate processes: one holds every entry in memory. The two others store every entry on disk and
-recall entries for every token, or once per round of drafts."""
+recall entries for every token, or once for a run of drafts."""
 
 
 def process_cases(contexts: Sequence[int], budget: str, methods: Sequence[str] | None = None) -> list[TimingCase]:

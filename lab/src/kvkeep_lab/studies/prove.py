@@ -71,8 +71,8 @@ class ProveRow:
     """Number of leading tokens that are the same."""
     prefill_ratio: float
     decode_ratio: float
-    tokens_a_round: float | None
-    """Tokens per round of drafts."""
+    tokens_a_pass: float | None
+    """Tokens of a pass after the first one; None without drafts."""
     right: float | None
     """Share of accepted drafts."""
     within_budget: bool | None
@@ -265,7 +265,7 @@ class Prove(Study):
         table = Table(
             f"Answers of {self.new} tokens",
             [
-                *("", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a round", "right", "budget"),
+                *("", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a pass", "right", "budget"),
                 *(["logits differ by"] if self.bits else []),
             ],
             notes=[
@@ -282,17 +282,19 @@ class Prove(Study):
         )
         for row in (row for row in found.rows if not row.error):
             counts = [f"{row.prompts}", f"{row.identical}", f"{row.ties}", f"{row.same}/{row.tokens}"]
-            rounds = [fixed(row.tokens_a_round, 1), percent(row.right, 0)]
+            drafts = [fixed(row.tokens_a_pass, 1), percent(row.right, 0)]
             within = "-" if row.within_budget is None else "held" if row.within_budget else "exceeded"
             ratios = [times(row.prefill_ratio), times(row.decode_ratio)]
             bits = [number(row.logits)] if self.bits else []
-            table.rows.append([f"`{row.label}`", *counts, *ratios, *rounds, within, *bits])
+            table.rows.append([f"`{row.label}`", *counts, *ratios, *drafts, within, *bits])
         return [table]
 
 
 def _row(label: str, answers: Sequence[ComparedAnswer]) -> ProveRow:
-    rounds = [answer.rounds for answer in answers if answer.rounds is not None]
-    tried = sum(one["drafted"] + one["copied"] for one in rounds)
+    later, tried, right = (
+        sum(getattr(answer, name) for answer in answers) for name in ("tokens", "drafted", "accepted")
+    )
+    later -= len(answers)  # the last of the prompt's passes chooses the first one
     budgeted = [answer for answer in answers if answer.budget_bytes is not None]
     exceeded = [answer.resident_bytes > (answer.budget_bytes or 0) for answer in budgeted]
     return ProveRow(
@@ -304,8 +306,8 @@ def _row(label: str, answers: Sequence[ComparedAnswer]) -> ProveRow:
         sum(answer.same for answer in answers),
         median(answer.prefill_ratio for answer in answers),
         median(answer.decode_ratio for answer in answers),
-        sum(answer.tokens - 1 for answer in answers) / sum(one["rounds"] for one in rounds) if rounds else None,
-        sum(one["accepted"] for one in rounds) / tried if tried else None,
+        later / (later - right) if tried else None,
+        right / tried if tried else None,
         not any(exceeded) if budgeted else None,
         logits=max((max(answer.logits) for answer in answers if answer.logits is not None), default=None),
     )

@@ -43,7 +43,6 @@ def chat(
     model: ModelOptions,
     cache: CacheOptions,
     sampling: SamplingOptions = SAMPLING,
-    drafts: options.Drafts = options.DraftsOption.copies,
     sessions: options.Sessions = None,
     at_end: Annotated[
         AtEnd | None,
@@ -77,13 +76,13 @@ def chat(
                 check_keeps(requested.request)
             saver = stack.enter_context(Saver(session, sessions))
         with startup(model.model):  # which may download it: a wrong option or session is refused before
-            loaded = model.load(drafts)
+            loaded = model.load(cache.drafts)
         screen = Screen(commands.completions)  # after loading, which redirects standard output
         kept = saver.session
         if kept is not None and kept.saves:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
-            if cache != CacheOptions() or system:
+            if cache != CacheOptions(drafts=cache.drafts) or cache.selects or system:
                 note(
                     "The session keeps its method, budget and system prompt: /method, /budget and /system change them."
                 )

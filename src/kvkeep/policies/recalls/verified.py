@@ -10,7 +10,7 @@ from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.stores.readers.backed import DraftAndVerify
-from kvkeep.stores.readers.round import Round
+from kvkeep.stores.readers.draft_passes import DraftPasses
 
 
 @dataclass(frozen=True)
@@ -40,5 +40,5 @@ class Verified(Recall):
             )
         return min(self.longest + 1, entries // 2)
 
-    def reader(self, site: Site, shared: Round) -> Reader:
+    def reader(self, site: Site, shared: DraftPasses) -> Reader:
         return DraftAndVerify(site, shared)

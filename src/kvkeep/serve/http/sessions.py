@@ -267,7 +267,7 @@ def cache_view(engine: Engine, name: Name) -> CacheView | None:
     if session is None or not session.cache.get_seq_length():
         return None
     cache = session.cache
-    known = cache.get_seq_length() if cache.round is None else cache.round.kept  # drafts belong to no text yet
+    known = cache.get_seq_length() if (passes := cache.draft_passes) is None or not passes.active else passes.begun
     job = next((job for job in engine.running if job.session is session), None)
     facts = {
         "method": cache.method.name,

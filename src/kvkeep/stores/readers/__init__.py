@@ -1,1 +1,1 @@
-"""How a layer attends to entries that are not resident: to all, to some pages, or in rounds of draft and verify."""
+"""How a layer attends to entries that are not resident: to all, to some pages, or to none in passes that draft."""

@@ -6,11 +6,10 @@ and to the new entries, so that no entry counts twice. The attention of resident
 :class:`ReadCheckpoint` makes every pass exact. Sums in floating point depend on their order. As the checkpoint has the
 order of the text, attention gives the bits of the unbounded cache, whatever the selector keeps resident.
 
-:class:`DraftAndVerify` makes one exact pass a round. In a draft pass it attends to the resident entries, the store of
-evicted ones, and the drafted ones. These are in the *tail*: columns behind the resident ones, part of the budget. The
-entries of a verifying pass replace the drafted ones in the tail, until the round decides how many of them stay. An
+:class:`DraftAndVerify` does the same, except in a draft pass: then it attends to the resident entries, the store of
+evicted ones, and the drafted ones. These are in the *tail*: columns behind the resident ones, part of the budget. An
 entry may become resident again when attention returns to it: after a wrong draft, the resident entries are chosen anew
-from all entries, by the attention of the verified tokens.
+from all entries, by the attention of the last tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import nbytes
+from kvkeep.step.plan import Destination, LayerStep, Span
 from kvkeep.stores.layer import Layer, observe_evicted
-from kvkeep.stores.readers.round import Round, RoundPhase
+from kvkeep.stores.readers.draft_passes import DraftPasses
 from kvkeep.stores.resident.eviction import reselect
 
 VOTERS = 32
@@ -92,10 +92,15 @@ class Backed(Reader):
     def attend_exactly(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Attend to all entries, let the selector and the store learn the attention, and settle the new entries."""
         output, lse = self.everything(layer, step)
+        self.note_queries(layer, step, output, lse)
         attended_exactly(layer, step, output, lse)
         if step.last:
             layer.finish()
         return output
+
+    def note_queries(self, layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
+        """Called with the attention over all entries, ``output`` and its log-sum-exp, before a step's entries are
+        settled."""
 
 
 def attended_exactly(layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
@@ -138,7 +143,7 @@ class ReadCheckpoint(Backed):
 
 @dataclass(frozen=True)
 class _Voters:
-    """The last queries of an exact step, and their attention."""
+    """The last queries of a step, and their attention."""
 
     step: AttentionInputs
     output: Tensor
@@ -148,13 +153,18 @@ class _Voters:
     first: int
     """The slot of the first query."""
 
+    def of(self, start: int, stop: int) -> _Voters:
+        """Return the queries with the numbers from ``start`` to ``stop``."""
+        query, output, lse = (part[:, :, start:stop] for part in (self.step.query, self.output, self.lse))
+        return _Voters(replace(self.step, query=query), output, lse, self.first + start)
 
-class DraftAndVerify(Backed):
-    """Attends as the phase of its ``round`` says."""
 
-    def __init__(self, site: Site, round: Round) -> None:
+class DraftAndVerify(ReadCheckpoint):
+    """Attends to all entries, and to the resident and the drafted ones while ``passes`` are active."""
+
+    def __init__(self, site: Site, passes: DraftPasses) -> None:
         super().__init__(site)
-        self.round = round
+        self.passes = passes
         self.waiting = 0  # entries in the tail
         self._voters: _Voters | None = None
 
@@ -168,33 +178,38 @@ class DraftAndVerify(Backed):
     # -- a forward pass -----------------------------------------------------------------------------
 
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        if not self.round.open:
+        if not self.passes.active:
             layer.resident.arrive(keys, values)
 
+    def plan(self, layer: Layer) -> LayerStep | None:
+        """Return the step of a draft, if one bank of resident entries is all that it attends to."""
+        store, banks = layer.evicted, layer.resident.banks
+        bank = banks.banks[0]
+        if not self.passes.active or store.keeps or store.makes_room or banks.seen_by_all != bank.used:
+            return None
+        row = bank.used + self.waiting
+        attended = [Span(bank.keys, bank.values, 0, row + 1)]
+        return LayerStep(Destination(bank.keys, bank.values, row), layer.arrived, attend=attended)
+
+    def commit(self, layer: Layer) -> None:
+        if self.passes.active:
+            self.waiting += 1
+        else:
+            super().commit(layer)
+
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
-        if self.round.phase is RoundPhase.DRAFT:
-            return self._draft(layer, step)
-        output, lse = self.everything(layer, step)
-        self._remember(layer, step, output, lse)
-        if self.round.phase is RoundPhase.VERIFY:
-            if step.last:
-                self._stash(layer)
-            return output
-        attended_exactly(layer, step, output, lse)
-        if step.last:
-            layer.finish()
-        return output
+        return self._draft(layer, step) if self.passes.active else super().attend(layer, step)
 
     def _draft(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Attend, with one query a row, over the resident entries, the store, and the tail."""
-        self._stash(layer)
+        self._put_in_tail(layer)
         banks = [bank for bank in layer.resident.banks if bank.columns and bank.used + self.waiting]
         segments = [layer.segment(bank.piece(self.waiting), step, None) for bank in banks]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         segments += [layer.segment(piece, step, None) for piece in evicted]
         return attend(step.query, segments, step.scaling)[0]
 
-    def _stash(self, layer: Layer) -> None:
+    def _put_in_tail(self, layer: Layer) -> None:
         """Put the pending entries into the tail of the banks, behind those that wait there."""
         if layer.pending is None:
             return
@@ -204,41 +219,21 @@ class DraftAndVerify(Backed):
             bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)
         self.waiting += keys.shape[1]
 
-    def _remember(self, layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
-        last = step.queries
-        if self.round.phase is RoundPhase.EXACT:
-            if not self.chooses(layer):
-                return
-            last = min(last, VOTERS, layer.resident.selector.observation_window or VOTERS)
+    def note_queries(self, layer: Layer, step: AttentionInputs, output: Tensor, lse: Tensor) -> None:
+        if not self.chooses(layer):
+            return
+        last = min(step.queries, VOTERS)  # of which some may be taken back
         query, output, lse = (part[:, :, -last:].clone() for part in (step.query, output, lse))
-        none = query.new_empty(0)
-        first = layer.length + step.new - last
-        self._voters = _Voters(replace(step, query=query, key=none, value=none, mask=None), output, lse, first)
-
-    # -- the end of a round -------------------------------------------------------------------------
-
-    def commit(self, layer: Layer, count: int, agreed: bool) -> None:
-        """Keep the first ``count`` of the verified entries that wait. agreed: the whole draft was right. If it was not
-        and :meth:`choose` follows, that method learns their attention."""
-        keys, values = layer.resident.banks.tail_entries(count)
-        self.waiting, voters = 0, self._voters
-        layer.pending = keys, values
-        layer.resident.arrive(keys, values)
-        if voters is not None:
-            key, value = voters.step.expanded(keys[:, None], values[:, None])
-            verified = replace(voters.step, query=voters.step.query[:, :, :count])
-            output, lse = voters.output[:, :, :count], voters.lse[:, :, :count]
-            self._voters = replace(voters, step=verified, output=output, lse=lse)
-            step = replace(verified, key=key, value=value, brings_entries=True, last=True)
-            if agreed or not self.chooses(layer):
-                attended_exactly(layer, step, output, lse)
-        layer.finish()
+        none, stop = query.new_empty(0), layer.length if layer.pending is None else layer.length + step.new
+        self._voters = _Voters(replace(step, query=query, key=none, value=none, mask=None), output, lse, stop - last)
 
     def choose(self, layer: Layer) -> None:
         """Choose the resident entries anew from all entries, if these exceed the budget."""
         voters, self._voters = self._voters, None
-        if voters is None or not self.chooses(layer) or layer.resident.banks.least_columns >= layer.length:
+        if voters is None or layer.resident.banks.least_columns >= layer.length:
             return
+        window = layer.resident.selector.observation_window
+        voters = voters if window is None else voters.of(max(0, voters.step.queries - window), voters.step.queries)
         step, lse = voters.step, voters.lse
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             # Queries of padding also attend; their attention must not count.
@@ -268,8 +263,8 @@ class DraftAndVerify(Backed):
 
     def truncate(self, layer: Layer, length: int) -> None:
         self.waiting = max(0, min(self.waiting, length - layer.length))
-        if length < layer.length:
-            self._voters = None
+        if (voters := self._voters) is not None and length < layer.length:
+            self._voters = voters.of(0, length - voters.first) if length > voters.first else None
         super().truncate(layer, length)
 
     def select(self, layer: Layer, lanes: Tensor) -> None:

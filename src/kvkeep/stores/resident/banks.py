@@ -163,7 +163,7 @@ class Bank:
 
 class Banks:
     """The banks of one layer. budgets: entries of each lane, or of each KV head where all rows agree; one number: the
-    same for all. tail: columns behind these, for entries that wait for a decision."""
+    same for all. tail: columns behind these, for drafts."""
 
     def __init__(self, budgets: Sequence[int], home: Place, ledger: Ledger, meter: Meter, tail: int = 0) -> None:
         self.budgets, self.home, self.ledger, self.meter, self.tail = tuple(budgets), home, ledger, meter, tail
@@ -296,15 +296,6 @@ class Banks:
             bank.recount()
             self.banks.append(bank)
         return stays & (entries.slots >= 0)
-
-    def tail_entries(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the first keys and values of the tail, (lanes, ``count``, dim)."""
-        first = self.banks[0]
-        keys, values = (part.new_empty(self.lanes, count, part.shape[2]) for part in (first.keys, first.values))
-        for bank in self.banks:
-            span = slice(bank.used, bank.used + count)
-            keys[bank.index], values[bank.index] = bank.keys[:, span], bank.values[:, span]
-        return keys, values
 
     def resident_slots(self, length: int, unmerged: bool = False) -> Tensor:
         device = self.banks[0].slots.device if self.banks else None

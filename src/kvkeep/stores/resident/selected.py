@@ -27,8 +27,7 @@ from kvkeep.stores.resident.eviction import Arriving, Ranking, append, compete, 
 class Selected(WorkingSet):
     """The entries that ``selector`` ranks highest, up to the budgets of ``site``; evicted ones go into ``store``.
 
-    tail: columns behind these, for entries that wait for a decision of the round. adapter: the model's adapter, for a
-    selector that looks ahead.
+    tail: columns behind these, for drafts. adapter: the model's adapter, for a selector that looks ahead.
     """
 
     def __init__(
