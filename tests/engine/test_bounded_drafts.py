@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from cases import CASES, DRAFTING, new_cache, pairs
 from families import tiny
 from helpers import PROMPT, drafted, prompt, step
+from transformers import AutoModelForCausalLM
 
 from kvkeep import BudgetError, KeepCache, UsageError
 from kvkeep.engine.answer import Answer
@@ -18,6 +21,7 @@ from kvkeep.engine.bounded_drafts import BoundedDrafts
 from kvkeep.engine.drafts import Copies, PassPrices
 from kvkeep.engine.pacing import Acceptance, Margins
 from kvkeep.engine.sampling import Sampling
+from kvkeep.stores.recurrent import RecurrentState
 
 KV, RESIDUAL = "snapkv+verified, kv", "h2o+verified, residual"
 WAYS = (Sampling(), Sampling(temperature=0.7, seed=3), Sampling(repetition=1.4, presence=0.5, temperature=0.5, seed=4))
@@ -93,6 +97,55 @@ def test_an_interrupt_in_a_draft_leaves_what_was_kept(family: str, monkeypatch: 
     text = torch.tensor([[*ids[0].tolist(), *whole.tokens]])
     again = drafted(tiny(family), cache, text[:, : known + 1], PROMPT + 12 - known - 1)
     assert [*text[0, PROMPT : known + 1].tolist(), *again.tokens] == whole.tokens
+
+
+def test_an_interrupt_as_drafts_begin_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, calls, note = (
+        KeepCache(tiny("bamba"), "h2o+verified:5", 20, chunk=64, checkpoint="kv"),
+        [],
+        RecurrentState.note,
+    )
+
+    def interrupting(state: RecurrentState) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        note(state)
+
+    monkeypatch.setattr(RecurrentState, "note", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        drafted(tiny("bamba"), cache, prompt(), 12, copies=False)
+    monkeypatch.undo()
+    gc.collect()
+    assert cache.draft_passes is not None and not cache.draft_passes.active
+    assert not any(state.noted for state in cache.states.values())
+
+
+def test_copies_of_states_are_those_of_the_budget() -> None:
+    cache, seen = KeepCache(tiny("bamba"), "h2o+verified:2", 20, chunk=64, checkpoint="kv"), []
+    assert cache.draft_passes is not None
+    ids, note = torch.cat([prompt(1, 20)] * 3, 1), RecurrentState.note
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecurrentState, "note", lambda state: (note(state), seen.append(len(state._noted))))
+        drafted(tiny("bamba"), cache, ids, 24)
+    assert 1 < max(seen) <= cache.draft_passes.tail == 3
+
+
+@pytest.mark.parametrize("length", [30, 56])
+def test_no_pass_goes_beyond_the_length_of_its_rotary_frequencies(length: int) -> None:
+    """A pass has one set of frequencies, that of its last position: tokens below the length would take the others."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 64}
+    config = copy.deepcopy(tiny("phi3").config)
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    config.original_max_position_embeddings, config.max_position_embeddings = 64, 256
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for seed in range(3):
+        ids = prompt(1, length, seed)
+        caches = KeepCache(model), KeepCache(model, "h2o+verified:12", 50, checkpoint="kv")
+        assert caches[0].geometry.steady_positions == 64
+        wanted, found = (drafted(model, cache, ids, 20, copies=False) for cache in caches)
+        assert found.drafted and found.tokens[: 64 - length] == wanted.tokens[: 64 - length]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from conftest import saved
 from families import COMMON, tiny
 from gguf_files import written
 from helpers import prompt
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.experts import DOWN, GATES, PackedExperts, experts_of
 from kvkeep.models.gguf.model import read_model
 from kvkeep.models.loading import describe, load
@@ -110,6 +112,32 @@ def test_experts_of_another_form_stay_as_they_are() -> None:
     for module in list(experts_of(other).values()):
         module.register_parameter("bias", nn.Parameter(torch.zeros(3)))
     assert not experts_of(other)
+
+
+class LimitedExperts(MixtralExperts):
+    limit = 0.0
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        return super().forward(hidden_states.clamp(-self.limit, self.limit), top_k_index, top_k_weights)
+
+
+def test_experts_that_limit_their_numbers_stay_as_they_are() -> None:
+    """A trial of small numbers alone would not show it, nor a trial of another layer."""
+    config = mixture("mixtral").config
+    model = nn.ModuleList([LimitedExperts(config) for _ in range(3)])
+    for module, limit in zip(model, (1e9, 7.0, 1e9), strict=True):
+        module.limit = limit
+    assert [*experts_of(model)] == ["0", "2"]
+
+
+def test_a_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
+    saved(mixture("qwen3_moe"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights[next(name for name in weights if "experts" in name and "down_proj" in name)]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="it lacks model.layers.0.mlp.experts|another shape for model.layers.0.mlp"):
+        load(tmp_path, weights="int8", device="cpu")
 
 
 def test_packed_experts_have_no_gradient(tmp_path: Path) -> None:

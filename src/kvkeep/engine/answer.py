@@ -174,8 +174,8 @@ class Answer:
         if not drafts:
             return (yield read)
         length = self.cache.get_seq_length()
-        expect_drafts(self.cache)
         try:
+            expect_drafts(self.cache)
             return (yield read)
         except BaseException:
             take_back(self.cache, max(0, self.cache.get_seq_length() - length - 1))

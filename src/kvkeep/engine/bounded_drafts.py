@@ -57,10 +57,10 @@ class BoundedDrafts(Drafter):
     def _run(self, ids: Tensor, count: int) -> Drafts:
         """Return at most ``count`` drafts after ``ids`` (1, tokens), until one is not sure."""
         self.margins.begin()
-        self.passes.begin(self._choose)
-        self._choose = False
-        begin, drafts = time.perf_counter(), list[int]()
         try:
+            self.passes.begin(self._choose)
+            self._choose = False
+            begin, drafts = time.perf_counter(), list[int]()
             while len(drafts) < count and self.margins.sure:
                 logits = yield Read(self.cache, ids[0, -1:].tolist())
                 scores = self.sampler.draft_scores(ids, logits, len(drafts))

@@ -197,10 +197,12 @@ def _first_guess(match: int) -> Acceptance:
 
 def max_drafts(cache: KeepCache) -> int:
     """Return the number of drafts that the next pass of a cache can take back, which :func:`can_draft`."""
-    stream = cache.stream
+    stream, steady = cache.stream, cache.geometry.steady_positions
     limit = stream.chunk - 1
-    if cache.states and cache.draft_passes is None:
-        limit = min(limit, NOTES - 1)
+    if steady is not None:  # a pass beyond it has other rotary frequencies, at all of its positions
+        limit = min(limit, steady - cache.get_seq_length() - 1)
+    if cache.states:
+        limit = min(limit, (NOTES if cache.draft_passes is None else cache.draft_passes.tail) - 1)
     if stream.record.on_block is not None:  # what windows hold is kept at the end of a block
         limit = min(limit, BLOCK - 1 - cache.get_seq_length() % BLOCK)
     return limit

@@ -96,8 +96,9 @@ class Packer(HfQuantizer):
                 packed.bias = module.bias.detach().to(torch.bfloat16)  # type: ignore[operator]
             model.set_submodule(name, packed)
         for name, experts in self.experts.items():
-            gates, down = (self.of_experts[f"{name}.{one}"] for one in (GATES, DOWN))
-            model.set_submodule(name, PackedExperts(experts, gates, *down))
+            made = [self.of_experts[key] for one in (GATES, DOWN) if (key := f"{name}.{one}") in self.of_experts]
+            if len(made) == 2:  # otherwise transformers reports what is missing
+                model.set_submodule(name, PackedExperts(experts, made[0], *made[1]))
         self.remove_quantization_config(model)
         for module in model.modules():
             if hasattr(module, "config"):
