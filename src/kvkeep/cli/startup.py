@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,10 @@ OTHER_LIBRARIES_BYTES = 330_000_000
 """The address space of what is imported beside torch's own libraries (numpy, transformers, tokenizers; measured: 250
 MB), and of the stack and the heap of a thread."""
 
+SPINS = "20000"
+"""How often a thread of OpenMP that waits asks for work before it sleeps. libgomp's own number is 300,000: then threads
+take much of a machine on which other programs run."""
+
 
 @contextmanager
 def startup(model: str | None = None) -> Iterator[None]:
@@ -31,6 +36,8 @@ def startup(model: str | None = None) -> Iterator[None]:
     memory, and repeated scans of a million objects take a tenth of the start.
     """
     _check_address_space()
+    if "OMP_WAIT_POLICY" not in os.environ:  # libgomp reads both when torch is imported
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if model is not None:
         fetch_model(model)
     with nullcontext() if model is None else loading(model):
