@@ -94,9 +94,14 @@ class PackedExperts(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "structs"}
 
 
-def packed_experts(weights: Sequence[Tensor | Blocks], bits: int) -> list[Packed]:
-    """Return packed matrices of all experts: ``weights`` (experts, outputs, inputs), or rows of blocks."""
-    return [Packed(one if isinstance(one, Blocks) else quantised(one.flatten(0, 1), bits)) for one in weights]
+def packed_experts(weights: Sequence[Tensor | Blocks], bits: int, count: int) -> list[Packed]:
+    """Return packed matrices of all ``count`` experts: ``weights`` (experts, outputs, inputs), or rows of blocks; those
+    of one kind are joined, the rows of each expert one after the other."""
+    made = [one if isinstance(one, Blocks) else quantised(one.flatten(0, 1), bits) for one in weights]
+    if len({one.kind for one in made}) == 1:
+        rows = torch.cat([one.rows.unflatten(0, (count, -1)) for one in made], 1)
+        made = [Blocks(made[0].kind, rows.flatten(0, 1))]
+    return [Packed(one) for one in made]
 
 
 def experts_of(model: Any) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def _agrees(experts: Any) -> bool:
     small.__dict__["_parameters"] = {GATES: nn.Parameter(gates), DOWN: nn.Parameter(down)}
     chosen, weights = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]]), random(5, 2).abs()
     try:
-        packed = PackedExperts(small, packed_experts([gates], 16), packed_experts([down], 16)[0])
+        packed = PackedExperts(small, packed_experts([gates], 16, count), packed_experts([down], 16, count)[0])
         for scale in (1, 64):  # some limit what their gates return
             ours, wanted = (one(scale * x, chosen, weights) for one in (packed, partial(type(experts).forward, small)))
             if not bool((ours - wanted).float().abs().max() <= 0.03 * wanted.float().abs().max()):

@@ -79,7 +79,7 @@ class Packer(HfQuantizer):
             (only,) = parts
             self.made[place] = PackedLinear(only if isinstance(only, Blocks) else quantised(only, bits))
         else:
-            self.of_experts[name] = packed_experts(parts, bits)
+            self.of_experts[name] = packed_experts(parts, bits, len(expected))
         expected._is_hf_initialized = True  # type: ignore[attr-defined]
         trim_memory()
         return True
