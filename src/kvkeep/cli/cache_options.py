@@ -29,6 +29,7 @@ class CacheOptions:
     drafts: Annotated[
         str,
         Option(
+            metavar="copies|none|SELECTOR",
             help=f"{options.DRAFTS} Or a selector: the model drafts within the --budget (SELECTOR+verified).",
             rich_help_panel=options.ADVANCED,
         ),
