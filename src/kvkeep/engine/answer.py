@@ -163,10 +163,7 @@ class Answer:
         if copies(cache.model):
             prices = PassPrices(by_rows=False) if bounded else prices
             copied = Copies(self.ask.prompt, prices, None if form is None else form.forced)
-        if not bounded:
-            return copied
-        cache.compress()
-        return BoundedDrafts(cache, prompt, sampler, copied)
+        return BoundedDrafts(cache, prompt, sampler, copied) if bounded else copied
 
     def _read(self, drafts: Sequence[int]) -> Generator[Read, Tensor, Tensor]:
         """Read the last token and its drafts; return their logits."""

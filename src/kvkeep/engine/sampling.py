@@ -151,14 +151,9 @@ class Sampler:
         """The form of the answer; None: any text."""
         return next((one for one in self.processors if isinstance(one, GrammarProcessor)), None)
 
-    def next(self, ids: Tensor, logits: Tensor) -> int:
-        """Return the token after ``ids`` (1, tokens), chosen by ``logits`` (1, vocabulary). Raises NotNumbers for NaN
-        if tokens are sampled."""
-        return int(self.scores(ids, logits).argmax())
-
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Return the scores (1, vocabulary) whose largest is the token that :meth:`next` returns. Raises NotNumbers as
-        it does."""
+        """Return the scores (1, vocabulary) of the token after ``ids`` (1, tokens), by its ``logits`` (1, vocabulary):
+        the largest is chosen. Raises NotNumbers for NaN if tokens are sampled."""
         scores = self.draft_scores(ids, logits, 0)
         if self.sampled:
             self._ahead.popleft()
@@ -166,7 +161,7 @@ class Sampler:
 
     def draft_scores(self, ids: Tensor, logits: Tensor, drafts: int) -> Tensor:
         """Return the scores of a draft, the last ``drafts`` of whose ``ids`` are drafts, too. With the same logits they
-        will be those of :meth:`scores`. Raises NotNumbers as :meth:`next` does."""
+        will be those of :meth:`scores`. Raises NotNumbers as it does."""
         scores = self.processors(ids, logits.to(torch.float32, copy=True))
         if self.sampled:
             scores = scores.softmax(-1)

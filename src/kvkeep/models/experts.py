@@ -7,9 +7,8 @@ pass reads each matrix once, and a step reads only those that it needs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -74,7 +73,7 @@ class PackedExperts(nn.Module):
                     )
         return out
 
-    @functools.cached_property
+    @cached_property
     def structs(self) -> dict[Packed, list[KvMatrix]]:
         """The part of each expert of each matrix, as structs for the kernels."""
         return {one: [*self._parts(one)] for one in (*self._gates(), self.down)}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +21,6 @@ from kvkeep.native.library import kernels
 from kvkeep.native.structures import KvDeltaNet, address_of, array
 
 log = logging.getLogger(__name__)
-
-
-class RecurrentForward(Protocol):
-    """The forward of a recurrent module. It is made of the module; it raises AttributeError or TypeError if that has
-    another layout."""
-
-    def __init__(self, module: Any) -> None: ...
-
-    def __call__(
-        self, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """Return the module's output, (batch, tokens, hidden_size). cache: holds the states."""
-        ...
 
 
 class ShortConv:
@@ -109,14 +97,14 @@ class DeltaNet:
         module = self.module
         inputs, gate, beta, decay = self._projected(_unpadded(hidden_states, attention_mask))
         seen = _seen(inputs, cache, module.layer_idx, self.taps)
-        state = None if cache is None else cache.get_recurrent_state(module.layer_idx, state_idx=0)
+        known = None if cache is None else cache.get_recurrent_state(module.layer_idx, state_idx=0)
         shape = (len(inputs), module.num_v_heads, module.head_k_dim, module.head_v_dim)
-        state = inputs.new_zeros(shape, dtype=torch.float32) if state is None else state.clone()
+        state = inputs.new_zeros(shape, dtype=torch.float32) if known is None else known  # written in place
         out = torch.empty_like(gate)
         for row in range(len(inputs)):
             parts = (one[row].contiguous() for one in (seen, gate, beta, decay))
             kernels().kvkeep_delta_net(address_of(self.struct), *parts, state[row], out[row])
-        if cache is not None:
+        if cache is not None and known is None:
             cache.update_recurrent_state(state, module.layer_idx)
         return module.out_proj(out)
 
@@ -147,8 +135,9 @@ def _seen(inputs: Tensor, cache: Any, layer: int, taps: int) -> Tensor:
     return functional.pad(found, (0, 0, wanted - found.shape[1], 0))
 
 
-FORWARDS: dict[str, type[RecurrentForward]] = {"ShortConv": ShortConv, "GatedDeltaNet": DeltaNet}
-"""By the end of the names of transformers' modules."""
+FORWARDS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {"ShortConv": ShortConv, "GatedDeltaNet": DeltaNet}
+"""By the end of the names of transformers' modules: what makes the forward of one. It raises AttributeError or
+TypeError for another layout."""
 
 
 @torch.no_grad()

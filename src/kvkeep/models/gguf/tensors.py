@@ -32,16 +32,6 @@ class GgufTensor:
     packs: bool
     """Whether the model can use the file's blocks as they are, but for the order of rows."""
 
-    @property
-    def kind(self) -> str:
-        """The kind of its blocks in the file."""
-        return self.parts[0].kind
-
-    @property
-    def count(self) -> int:
-        """The number of its elements."""
-        return sum(torch.Size(part.shape).numel() for part in self.parts)
-
     def dense(self) -> Tensor:
         """Return the values in float32, as the model holds them."""
         return self.change.values([values(part) for part in self.parts])
@@ -53,7 +43,7 @@ class GgufTensor:
     def _blocks(self, part: FileTensor) -> Blocks:
         count = torch.Size(part.shape[:-1]).numel()  # of experts: the rows of all
         blocks = Blocks(part.kind, torch.from_numpy(stored_bytes(part, 0, part.size)).view(count, -1))
-        if self.change in (AS_STORED, GATE_AND_UP) or self.change.order is None:
+        if self.change is AS_STORED or self.change.order is None:
             return blocks
         return blocks[self.change.order(count)]
 
@@ -89,8 +79,8 @@ def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
         if len(parts) > 1:
             order = [*architecture.layer]
             parts.sort(key=lambda part: order.index(part.name.split(".", 2)[2]))
-        packs = to in places and all(part.kind in KINDS for part in parts)
-        packs = packs and (changed[to].order is not None or (changed[to] is GATE_AND_UP and len(parts) == 2))
+        blocks = all(part.kind in KINDS for part in parts)
+        packs = to in places and blocks and (changed[to].order is not None or changed[to] is GATE_AND_UP)
         made[to] = GgufTensor(to, tuple(parts), changed[to], packs)
     return made
 

@@ -267,7 +267,7 @@ def cache_view(engine: Engine, name: Name) -> CacheView | None:
     if session is None or not session.cache.get_seq_length():
         return None
     cache = session.cache
-    known = cache.get_seq_length() if (passes := cache.draft_passes) is None or not passes.active else passes.begun
+    known = cache.get_seq_length() if cache.draft_passes is None else cache.draft_passes.kept
     job = next((job for job in engine.running if job.session is session), None)
     facts = {
         "method": cache.method.name,

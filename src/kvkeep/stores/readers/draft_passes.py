@@ -25,6 +25,11 @@ class DraftPasses:
         """The recurrent states, by layer."""
         self._before: list[WindowState] = []
 
+    @property
+    def kept(self) -> int:
+        """The number of tokens without drafts."""
+        return self.begun if self.active else self.ledger.length
+
     def begin(self, choose: bool) -> None:
         """Begin: until :meth:`end`, each pass reads one token. choose: the resident entries are first chosen again from
         all entries, by the attention of the last tokens, where that is possible."""
