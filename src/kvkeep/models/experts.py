@@ -97,7 +97,7 @@ def packed_experts(weights: Sequence[Tensor | Blocks], bits: int, count: int) ->
     """Return packed matrices of all ``count`` experts: ``weights`` (experts, outputs, inputs), or rows of blocks; those
     of one kind are joined, the rows of each expert one after the other."""
     made = [one if isinstance(one, Blocks) else quantised(one.flatten(0, 1), bits) for one in weights]
-    if len({one.kind for one in made}) == 1:
+    if len(made) > 1 and len({one.kind for one in made}) == 1:
         rows = torch.cat([one.rows.unflatten(0, (count, -1)) for one in made], 1)
         made = [Blocks(made[0].kind, rows.flatten(0, 1))]
     return [Packed(one) for one in made]
