@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,3 +74,31 @@ def test_chunks_before_the_usage_have_none(chat: bool) -> None:
         assert with_usage == ("usage" in last)
         if with_usage:
             assert last["usage"]["total_tokens"] == 9 and last["choices"] == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_the_last_of_several_streams_ends_the_reply(fails: bool) -> None:
+    """All are stepped alike, so they have all sent their last chunk before one of them is at its end."""
+
+    async def events() -> AsyncIterator[Any]:
+        yield TextPiece("text")
+        yield RuntimeError("a fault") if fails else Finished("stop", "text", (1, 2), 3, 4, 2)
+
+    async def read() -> list[str]:
+        context = Context("tiny", "0" * 32, 7, api_error, Answers(AnswerFormat(), None))
+        streams = [
+            CompletionReply(replace(context, index=number), 3, True, False).stream(events()) for number in range(3)
+        ]
+        found = list[str]()
+        while streams:
+            for stream in [*streams]:
+                try:
+                    found.append(await anext(stream))
+                except StopAsyncIteration:
+                    streams.remove(stream)
+        return found
+
+    found = asyncio.run(read())
+    assert [one for one in found if one == "data: [DONE]\n\n"] == found[-1:]
+    usages = [usage for one in found[:-1] if (usage := json.loads(one[6:]).get("usage"))]
+    assert [one["completion_tokens"] for one in usages] == ([] if fails else [6])

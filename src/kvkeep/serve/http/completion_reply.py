@@ -58,6 +58,7 @@ class CompletionReply:
         """Yield the answer as server-sent events. An error is an object, and progress is a comment."""
         if self._parts is not None:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+        ends = list[Finished | Exception]()
         async for event in events:
             if isinstance(event, TextPiece):
                 shown = {"logprobs": self._probabilities(event.logprobs)} if self._logprobs else {}
@@ -67,18 +68,20 @@ class CompletionReply:
             elif isinstance(event, Finished):
                 for one in self._deltas(event):
                     yield self._chunk(one)
-                self._context.ended.append(event)
+                ends.append(event)
                 yield self._chunk(self._nothing, self._reason(event), self._context.extension(event))
             elif isinstance(event, Progress):
                 yield event.comment
             else:
-                self._context.ended.append(event)
+                ends.append(event)
                 yield server_sent(self._context.to_error(event).body())
+        # Added only now, with no yield before the count is read, so only one stream is the last.
+        self._context.ended.extend(ends)
         if len(self._context.ended) < self._count:
             return
         if self._with_usage and any(isinstance(one, Finished) for one in self._context.ended):
-            end = {"object": self._chunk_kind, "choices": [], "usage": usage(self._context.ended)}
-            yield server_sent(self._head | end)
+            last = {"object": self._chunk_kind, "choices": [], "usage": usage(self._context.ended)}
+            yield server_sent(self._head | last)
         yield "data: [DONE]\n\n"
 
     def _deltas(self, event: TextPiece | Finished) -> list[dict[str, Any]]:
