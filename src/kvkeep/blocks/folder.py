@@ -25,6 +25,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
@@ -280,13 +281,17 @@ class BlockFolder:
     def read_first(
         self, names: Sequence[BlockName], home: Place = MEMORY
     ) -> tuple[list[dict[str, Tensor]], StoreError | None]:
-        """Return the tensors of the first blocks that can be read (:meth:`read`), and the error of the next one."""
+        """Return the tensors of the first blocks that can be read (:meth:`read`), and the error of the next one.
+        Threads read them, because copying and comparing gigabytes keeps one processor busy for seconds."""
         blocks: list[dict[str, Tensor]] = []
-        for name in names:
+        with ThreadPoolExecutor(torch.get_num_threads(), "kvkeep-blocks") as threads:
             try:
-                blocks.append(self.read(name, home))
+                for block in [threads.submit(self.read, name, home) for name in names]:
+                    blocks.append(block.result())
             except StoreError as error:
                 return blocks, error
+            finally:
+                threads.shutdown(cancel_futures=True)
         return blocks, None
 
     def write(
