@@ -16,27 +16,59 @@ from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache
 from kvkeep.models.loading import load
-from kvkeep.models.recurrences import DeltaNet, ShortConv, layers_in_order, replace_recurrence
+from kvkeep.models.recurrences import DeltaNet, Mamba2, ShortConv, layers_in_order, replace_recurrence
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-FAMILIES = ("lfm2", "qwen3_5")
-MODULES = {"lfm2": "Lfm2ShortConv", "qwen3_5": "Qwen3_5GatedDeltaNet"}
+MODULES = {
+    "lfm2": ("Lfm2ShortConv", ShortConv),
+    "qwen3_5": ("Qwen3_5GatedDeltaNet", DeltaNet),
+    "bamba": ("BambaMixer", Mamba2),
+    "falcon_h1": ("FalconH1Mixer", Mamba2),
+    "falcon_h1 with norms": ("FalconH1Mixer", Mamba2),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer", Mamba2),
+    "nemotron_h": ("NemotronHMamba2Mixer", Mamba2),
+}
+BOTH = {"falcon_h1", "falcon_h1 with norms"}
+"""Each layer has attention and a recurrence."""
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_chunk_size": 16,
+}  # fmt: skip
+LAYERS = ["linear_attention", "full_attention"] * 2
 
 
 def config(family: str) -> Any:
     if family == "lfm2":
         return tiny("lfm2").config
+    if family == "bamba":
+        return hf.BambaConfig(**COMMON, **MAMBA, attn_layer_indices=[1, 3])
+    if family in BOTH:
+        norms = {"mamba_rms_norm": True, "mamba_norm_before_gate": True} if family != "falcon_h1" else {}
+        return hf.FalconH1Config(**COMMON, **MAMBA, mamba_d_ssm=128, ssm_in_multiplier=0.7, **norms)
+    if family == "granitemoehybrid":  # Granite 4.0 H Micro has no experts
+        return hf.GraniteMoeHybridConfig(
+            **COMMON, **MAMBA, layer_types=LAYERS, num_local_experts=0, shared_intermediate_size=96,
+            residual_multiplier=0.5, logits_scaling=3.0, position_embedding_type="nope",
+        )  # fmt: skip
+    if family == "nemotron_h":
+        return hf.NemotronHConfig(
+            **COMMON | {"num_hidden_layers": 6}, head_dim=16, ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=16,
+            layers_block_type=["linear_attention", "full_attention", "mlp"] * 2, n_groups=2, chunk_size=16,
+            time_step_min=0.5,
+        )  # fmt: skip
     return hf.Qwen3_5TextConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
-        max_position_embeddings=1024, eos_token_id=None, pad_token_id=0,
+        **COMMON, head_dim=32, layer_types=LAYERS, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=32,
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=MODULES)
 def family(request: Any) -> str:
     return str(request.param)
 
@@ -59,12 +91,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def modules_of(model: Any, family: str) -> list[Any]:
-    return [one for one in model.modules() if type(one).__name__ == MODULES[family]]
+    return [one for one in model.modules() if type(one).__name__ == MODULES[family][0]]
 
 
 def test_the_modules_of_a_packed_model_are_replaced(family: str, models: Any) -> None:
     model = models(family)
-    assert layers_in_order(model) == {one.layer_idx for one in modules_of(model, family)} == {0, 2}
+    layers = {0, 1, 2, 3} if family in BOTH else {0, 3} if family == "nemotron_h" else {0, 2}
+    assert layers_in_order(model) == {one.layer_idx for one in modules_of(model, family)} == layers
     assert not layers_in_order(tiny("lfm2"))
 
 
@@ -72,7 +105,7 @@ def test_the_modules_of_a_packed_model_are_replaced(family: str, models: Any) ->
 @pytest.mark.parametrize("rows", [1, 3])
 def test_values_are_those_of_the_module(count: int, rows: int, family: str, models: Any) -> None:
     module = modules_of(models(family), family)[0]
-    ours = {"lfm2": ShortConv, "qwen3_5": DeltaNet}[family](module)
+    ours = MODULES[family][1](module)
     x = torch.randn(rows, count, module.out_proj.out_features).bfloat16()
     mask = torch.ones(rows, count, dtype=torch.long)
     mask[-1, 0] = int(count == 1)

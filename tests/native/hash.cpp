@@ -250,6 +250,39 @@ void hash_delta_net() {
   });
 }
 
+void hash_mamba2() {
+  print("mamba 2", [](Hash& hash) {
+    KvMamba2 space{};
+    space.taps = 4; space.heads = 6; space.head_dim = 16; space.groups = 2; space.state_dim = 48; space.eps = 1e-5f;
+    space.least_step = 0.001f; space.most_step = 2;
+    const int64_t inner = space.heads * space.head_dim, channels = inner + 2 * space.groups * space.state_dim;
+    Array<float> conv(space.taps * channels), conv_bias(channels), norm(inner), rate(space.heads), bias(space.heads);
+    Array<float> skip(space.heads);
+    fill(conv, 130, 90);
+    fill(conv_bias, 131, 60);
+    fill(norm, 132, 64);
+    fill(bias, 133, 30);
+    fill(skip, 134, 64);
+    for (int64_t i = 0; i < space.heads; i++) rate[i] = 0.25f + float(i) * 3;
+    space.conv = numbers(conv); space.rate = numbers(rate); space.step_bias = numbers(bias);
+    space.skip = numbers(skip);
+    Array<float> state(inner * space.state_dim);
+    for (int64_t tokens : {1, 7, 40}) {  // each call goes on from the state of the one before
+      space.gate_first = tokens == 7;
+      space.conv_bias = tokens == 1 ? KvArray{} : numbers(conv_bias);
+      space.norm = tokens == 40 ? KvArray{} : numbers(norm);
+      Array<bf16> inputs((space.taps - 1 + tokens) * channels), gate(tokens * inner), out(tokens * inner);
+      Array<bf16> steps(tokens * space.heads);
+      fill(inputs, tokens, 50);
+      fill(gate, tokens + 1, 40);
+      fill(steps, tokens + 2, 30);
+      done(kvkeep_mamba2(&space, numbers(inputs), numbers(gate), numbers(steps), numbers(state), numbers(out)));
+      hash.add(out);
+      hash.add(state);
+    }
+  });
+}
+
 struct Layer {
   static constexpr int64_t HIDDEN = 256, HEADS = 4, KV_HEADS = 2, DIM = 64, INNER = 512;
   Matrix qkv, out, gate, up, down;
@@ -632,6 +665,7 @@ int main(int count, char** arguments) {
   hash_matrices();
   hash_small();
   hash_delta_net();
+  hash_mamba2();
   hash_layer();
   hash_attention();
   hash_sessions();

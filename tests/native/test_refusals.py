@@ -26,6 +26,7 @@ from kvkeep.native.structures import (
     KvDeltaNet,
     KvInsert,
     KvLayer,
+    KvMamba2,
     KvMatrix,
     KvPiece,
     KvRows,
@@ -613,3 +614,61 @@ def test_a_delta_net_that_does_not_fit_is_refused(name: str, value: Any, rule: s
         call.run()
     assert call.numbers.unchanged()
     DeltaNet().run()
+
+
+class Mamba2:
+    """A call of kvkeep_mamba2."""
+
+    TOKENS, TAPS, HEADS, WIDTH, STATE = 3, 4, 4, 8, 16
+    INNER, CHANNELS = HEADS * WIDTH, HEADS * WIDTH + 2 * 2 * STATE
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+        self.struct = KvMamba2(
+            taps=self.TAPS, heads=self.HEADS, head_dim=self.WIDTH, groups=2, state_dim=self.STATE, gate_first=1,
+            eps=1e-6, most_step=1.0,
+        )  # fmt: skip
+        for name, size in (
+            ("conv", self.TAPS * self.CHANNELS), ("conv_bias", self.CHANNELS), ("rate", self.HEADS),
+            ("step_bias", self.HEADS), ("skip", self.HEADS), ("norm", self.INNER),
+        ):  # fmt: skip
+            setattr(self.struct, name, array(self.numbers(name, torch.ones(size))))
+        self.inputs = self.numbers("inputs", bfloat16(self.TAPS - 1 + self.TOKENS, self.CHANNELS))
+        self.gate = self.numbers("gate", bfloat16(self.TOKENS, self.INNER))
+        self.steps = self.numbers("steps", bfloat16(self.TOKENS, self.HEADS))
+        self.state = self.numbers("state", torch.randn(self.INNER, self.STATE))
+        self.out = self.numbers("out", bfloat16(self.TOKENS, self.INNER))
+
+    def run(self) -> None:
+        given = self.inputs, self.gate, self.steps, self.state, self.out
+        kernels().kvkeep_mamba2(address_of(self.struct), *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("struct.groups", 0, "multiple of its groups"),
+        ("struct.heads", 3, "multiple of its groups"),
+        ("struct.head_dim", 6, "its groups and states one of 16"),
+        ("struct.head_dim", 4, "its groups and states one of 16"),
+        ("struct.state_dim", 24, "its groups and states one of 16"),
+        ("struct.taps", 0, "a float32 weight for each tap"),
+        ("struct.taps", 5, "a float32 weight for each tap"),
+        ("struct.conv_bias", torch.ones(3), "a float32 weight for each tap"),
+        ("struct.rate", torch.ones(3), "each head or channel"),
+        ("struct.skip", torch.ones(3), "each head or channel"),
+        ("struct.norm", torch.ones(15), "each head or channel"),
+        ("inputs", bfloat16(5, Mamba2.CHANNELS), "that its convolution reads"),
+        ("gate", bfloat16(2, Mamba2.INNER), "of each token"),
+        ("steps", bfloat16(3), "of each token and head"),
+        ("state", torch.randn(Mamba2.INNER, 15), "float32 of each head"),
+        ("out", bfloat16(2, Mamba2.INNER), "of each token"),
+    ],
+)
+def test_a_state_space_that_does_not_fit_is_refused(name: str, value: Any, rule: str) -> None:
+    call = Mamba2()
+    put(name, value)(call) if "." in name else setattr(call, name, value)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+    Mamba2().run()

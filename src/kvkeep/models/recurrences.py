@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from kvkeep.errors import ran_out_of_memory
 from kvkeep.native.library import kernels
-from kvkeep.native.structures import KvDeltaNet, address_of, array
+from kvkeep.native.structures import KvDeltaNet, KvMamba2, address_of, array
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +51,72 @@ class ShortConv:
         return module.out_proj(after * total.to(after.dtype))
 
 
-class DeltaNet:
-    """A gated delta net (Qwen3-Next, Qwen 3.5; Yang et al., arXiv:2412.06464), by the native library."""
+class Scan(ABC):
+    """A recurrent module whose convolution, states and norm the native library computes, token by token.
+
+    module: that of transformers. inputs: channels of the convolution's inputs. inner: numbers that a token returns.
+    """
+
+    kernel: ClassVar[str]
+    """The library's function."""
+
+    def __init__(self, module: Any, inputs: int, inner: int) -> None:
+        self.module, self.taps = module, int(module.conv1d.kernel_size[0])
+        if tuple(module.conv1d.weight.shape) != (inputs, 1, self.taps) or module.out_proj.in_features != inner:
+            raise TypeError("its matrices do not have the shapes of this kind")
+        if module.activation != "silu":
+            raise TypeError("its activation is not silu")
+
+    @functools.cached_property
+    @abstractmethod
+    def struct(self) -> Any:
+        """The module as a struct for the kernel; its arrays are in ``kept``."""
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of the state of one row."""
+
+    @abstractmethod
+    def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the inputs of the convolution, the gates, and what else the kernel needs, each (batch, tokens, n).
+        mask: what is padding is zero in it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copying or saving, without pointers."""
+        return {name: value for name, value in self.__dict__.items() if name != "struct"}
+
+    def __call__(
+        self, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Return the module's output, (batch, tokens, hidden_size)."""
+        module = self.module
+        inputs, gate, *others = self.projected(_unpadded(hidden_states, attention_mask), attention_mask)
+        seen = _seen(inputs, cache, module.layer_idx, self.taps)
+        known = None if cache is None else cache.get_recurrent_state(module.layer_idx, state_idx=0)
+        shape = (len(inputs), *self.state_shape)
+        state = inputs.new_zeros(shape, dtype=torch.float32) if known is None else known  # written in place
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        run = getattr(kernels(), self.kernel)
+        for row in range(len(inputs)):
+            parts = (one[row].contiguous() for one in (seen, gate, *others))
+            run(address_of(self.struct), *parts, state[row], out[row])
+        if cache is not None and known is None:
+            cache.update_recurrent_state(state, module.layer_idx)
+        return module.out_proj(out)
+
+
+class DeltaNet(Scan):
+    """A gated delta net (Qwen3-Next, Qwen 3.5; Yang et al., arXiv:2412.06464)."""
+
+    kernel = "kvkeep_delta_net"
 
     def __init__(self, module: Any) -> None:
-        self.module = module
-        self.joined = hasattr(module, "in_proj_qkvz")
         keys, values = module.num_k_heads * module.head_k_dim, module.num_v_heads * module.head_v_dim
-        conv, self.taps = module.conv1d, int(module.conv1d.kernel_size[0])
-        shapes = tuple(conv.weight.shape), conv.bias is None, module.out_proj.in_features
-        if shapes != ((2 * keys + values, 1, self.taps), True, values) or module.activation != "silu":
-            raise TypeError("its matrices do not have the shapes of Qwen's")
+        super().__init__(module, 2 * keys + values, values)
+        self.joined = hasattr(module, "in_proj_qkvz")
+        if module.conv1d.bias is not None:
+            raise TypeError("its convolution has a bias")
         if module.head_k_dim % 16 or module.head_v_dim % 16:
             raise TypeError("the widths of its heads are not multiples of 16")
 
@@ -69,8 +125,8 @@ class DeltaNet:
         """The module as a struct for the kernel."""
         module = self.module
         with torch.no_grad():
-            conv = module.conv1d.weight.float().squeeze(1).T.contiguous()
-            rate, bias, norm = module.A_log.float().exp(), module.dt_bias.float(), module.norm.weight.float()
+            conv, rate = _taps_first(module.conv1d), module.A_log.float().exp()
+            bias, norm = module.dt_bias.float(), module.norm.weight.float()
         struct = KvDeltaNet(
             conv=array(conv),
             rate=array(rate),
@@ -86,29 +142,13 @@ class DeltaNet:
         struct.kept = conv, rate, bias, norm
         return struct
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying or saving, without pointers."""
-        return {name: value for name, value in self.__dict__.items() if name != "struct"}
-
-    def __call__(
-        self, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """Return the module's output, (batch, tokens, hidden_size)."""
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(heads, channels of a key, channels of a value)."""
         module = self.module
-        inputs, gate, beta, decay = self._projected(_unpadded(hidden_states, attention_mask))
-        seen = _seen(inputs, cache, module.layer_idx, self.taps)
-        known = None if cache is None else cache.get_recurrent_state(module.layer_idx, state_idx=0)
-        shape = (len(inputs), module.num_v_heads, module.head_k_dim, module.head_v_dim)
-        state = inputs.new_zeros(shape, dtype=torch.float32) if known is None else known  # written in place
-        out = torch.empty_like(gate)
-        for row in range(len(inputs)):
-            parts = (one[row].contiguous() for one in (seen, gate, beta, decay))
-            kernels().kvkeep_delta_net(address_of(self.struct), *parts, state[row], out[row])
-        if cache is not None and known is None:
-            cache.update_recurrent_state(state, module.layer_idx)
-        return module.out_proj(out)
+        return module.num_v_heads, module.head_k_dim, module.head_v_dim
 
-    def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values of all heads (batch, tokens, channels), gates (batch, tokens, values), betas
         and decays (batch, tokens, heads)."""
         module = self.module
@@ -118,6 +158,84 @@ class DeltaNet:
         parts = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
         query, key, value, gate = (one.flatten(2) for one in parts[:4])
         return torch.cat((query, key, value), -1), gate, *parts[4:]
+
+
+class Mamba2(Scan):
+    """A state space of Mamba-2 (Granite 4, Falcon-H1, Bamba, Nemotron-H, Zamba 2; Dao and Gu, arXiv:2405.21060).
+
+    transformers bounds the steps of a prompt (``time_step_limit``), but not that of a single token; here every step is
+    bounded."""
+
+    kernel = "kvkeep_mamba2"
+
+    def __init__(self, module: Any) -> None:
+        inner, shared = module.intermediate_size, module.n_groups * module.ssm_state_size
+        super().__init__(module, inner + 2 * shared, inner)
+        if inner != module.num_heads * module.head_dim or module.num_heads % module.n_groups or module.head_dim % 4:
+            raise TypeError("its heads do not have the shapes of Mamba-2's")
+        if inner // module.n_groups % 16 or module.ssm_state_size % 16:
+            raise TypeError("the widths of its groups and states are not multiples of 16")
+        if self._normed and getattr(module.norm, "group_size", inner // module.n_groups) != inner // module.n_groups:
+            raise TypeError("its norm has other groups")
+
+    @property
+    def _normed(self) -> bool:
+        return hasattr(self.module.norm, "weight")  # Falcon-H1 may have none
+
+    @functools.cached_property
+    def struct(self) -> KvMamba2:
+        """The module as a struct for the kernel."""
+        module = self.module
+        with torch.no_grad():
+            conv, rate = _taps_first(module.conv1d), module.A_log.float().exp()
+            step_bias, skip = module.dt_bias.float(), module.D.float()
+            conv_bias = None if module.conv1d.bias is None else module.conv1d.bias.float()
+            norm = module.norm.weight.float() if self._normed else None
+        struct = KvMamba2(
+            conv=array(conv),
+            conv_bias=array(conv_bias),
+            rate=array(rate),
+            step_bias=array(step_bias),
+            skip=array(skip),
+            norm=array(norm),
+            taps=self.taps,
+            heads=module.num_heads,
+            head_dim=module.head_dim,
+            groups=module.n_groups,
+            state_dim=module.ssm_state_size,
+            gate_first=not getattr(module.norm, "norm_before_gate", False),
+            eps=getattr(module.norm, "variance_epsilon", 0.0),
+            least_step=module.time_step_limit[0],
+            most_step=module.time_step_limit[1],
+        )
+        struct.kept = conv, conv_bias, rate, step_bias, skip, norm
+        return struct
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(heads, channels of a head, numbers of a channel's state)."""
+        module = self.module
+        return module.num_heads, module.head_dim, module.ssm_state_size
+
+    def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Return inputs of heads, B and C (batch, tokens, channels), gates (batch, tokens, inner), and steps (batch,
+        tokens, heads): minus infinity for padding, which a bias of the convolution would otherwise let into states."""
+        module = self.module
+        if (factor := getattr(module, "ssm_in_multiplier", None)) is not None:  # Falcon-H1
+            hidden = hidden * factor
+        found = module.in_proj(hidden)
+        if factor is not None:
+            found = (found * module.mup_vector).to(found.dtype)
+        inner = module.intermediate_size
+        gate, inputs, steps = found.split((inner, found.shape[-1] - inner - module.num_heads, module.num_heads), -1)
+        if mask is not None:
+            steps = steps.masked_fill(mask[:, -steps.shape[1] :, None] == 0, -torch.inf)
+        return inputs, gate, steps
+
+
+def _taps_first(conv: Any) -> Tensor:
+    """Return the weights of a convolution of each channel, (taps, channels) float32."""
+    return conv.weight.float().squeeze(1).T.contiguous()
 
 
 def _unpadded(hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -135,7 +253,11 @@ def _seen(inputs: Tensor, cache: Any, layer: int, taps: int) -> Tensor:
     return functional.pad(found, (0, 0, wanted - found.shape[1], 0))
 
 
-FORWARDS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {"ShortConv": ShortConv, "GatedDeltaNet": DeltaNet}
+FORWARDS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+    "ShortConv": ShortConv,
+    "GatedDeltaNet": DeltaNet,
+    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "HybridMambaLayer", "Mamba2Mixer", "Zamba2MambaMixer"), Mamba2),
+}
 """By the end of the names of transformers' modules: what makes the forward of one. It raises AttributeError or
 TypeError for another layout."""
 

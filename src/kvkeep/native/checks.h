@@ -24,6 +24,8 @@ bool before_attention_fits(const KvLayer& layer, const KvArray& x, int64_t batch
 bool after_attention_fits(const KvLayer& layer, const KvArray& attended, const KvArray& residual, const KvArray& y);
 bool delta_net_fits(const KvDeltaNet& net, const KvArray& inputs, const KvArray& gate, const KvArray& beta,
                     const KvArray& decay, const KvArray& state, const KvArray& out);
+bool mamba2_fits(const KvMamba2& space, const KvArray& inputs, const KvArray& gate, const KvArray& steps,
+                 const KvArray& state, const KvArray& out);
 
 bool attend_fits(const KvAttention& attention, const KvArray& out, const KvArray& lse, const KvArray& state,
                  int resume);

@@ -164,6 +164,11 @@ KvStatus kvkeep_delta_net(const KvDeltaNet* net, KvArray inputs, KvArray gate, K
              [&](auto& kernels) { return kernels.delta_net(net, inputs, gate, beta, decay, state, out); });
 }
 
+KvStatus kvkeep_mamba2(const KvMamba2* space, KvArray inputs, KvArray gate, KvArray steps, KvArray state, KvArray out) {
+  return run(mamba2_fits(*space, inputs, gate, steps, state, out),
+             [&](auto& kernels) { return kernels.mamba2(space, inputs, gate, steps, state, out); });
+}
+
 KvStatus kvkeep_attend(const KvAttention* attention, KvArray out, KvArray lse, KvArray state, int resume) {
   return run(attend_fits(*attention, out, lse, state, resume),
              [&](auto& kernels) { return kernels.attend(attention, out, lse, state, resume); });

@@ -7,9 +7,10 @@
 #include "matmul.h"
 #include "attention.h"
 #include "layer.h"
-#include "recurrence.h"
+#include "delta_net.h"
+#include "mamba2.h"
 
 extern "C" __attribute__((visibility("hidden"))) const KvKernels KVKEEP_TABLE;
-const KvKernels KVKEEP_TABLE = {KVKEEP_NAME,     product,  norm,   angles,          before_attention,
-                                after_attention, delta_net, attend, received,       insert,
-                                attend_sessions, run_layers};
+const KvKernels KVKEEP_TABLE = {KVKEEP_NAME,     product,   norm,   angles, before_attention,
+                                after_attention, delta_net, mamba2, attend, received,
+                                insert,          attend_sessions,   run_layers};

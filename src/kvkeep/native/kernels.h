@@ -11,6 +11,7 @@ struct KvKernels {
   decltype(&kvkeep_before_attention) before_attention;
   decltype(&kvkeep_after_attention) after_attention;
   decltype(&kvkeep_delta_net) delta_net;
+  decltype(&kvkeep_mamba2) mamba2;
   decltype(&kvkeep_attend) attend;
   decltype(&kvkeep_received) received;
   decltype(&kvkeep_insert) insert;

@@ -123,6 +123,24 @@ typedef struct KvDeltaNet { /* a gated delta net (Qwen3-Next, Qwen 3.5), without
   float eps;                /* of the norm */
 } KvDeltaNet;
 
+typedef struct KvMamba2 { /* a state space of Mamba-2, without its projections */
+  KvArray conv;           /* (taps, channels) float32: the convolution's weights, those of the oldest input first */
+  KvArray conv_bias;      /* (channels) float32, or nothing */
+  KvArray rate;           /* (heads) float32: exp(A_log) */
+  KvArray step_bias;      /* (heads) float32: added to what says how long a token's step is */
+  KvArray skip;           /* (heads) float32: how much of an input a head returns beside its state (D) */
+  KvArray norm;           /* (heads * head_dim) float32: weight of the RMSNorm of each group; or nothing: no norm */
+  int64_t taps;           /* inputs of the convolution */
+  int64_t heads;          /* a multiple of groups */
+  int64_t head_dim;       /* a multiple of 4; heads * head_dim / groups is a multiple of 16 */
+  int64_t groups;         /* of heads that share B and C, and a norm */
+  int64_t state_dim;      /* a multiple of 16 */
+  int64_t gate_first;     /* whether the gate is applied before the norm, and not after it */
+  float eps;              /* of the norm */
+  float least_step;       /* bounds of a step */
+  float most_step;
+} KvMamba2;
+
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
 typedef struct KvSide { /* the keys or the values of a piece */
@@ -254,6 +272,11 @@ KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray 
  * (tokens, value_heads). All are bfloat16. state: (value_heads, key_dim, value_dim) float32, read and written. */
 KvStatus kvkeep_delta_net(const KvDeltaNet* net, KvArray inputs, KvArray gate, KvArray beta, KvArray decay,
                           KvArray state, KvArray out);
+/* Runs a state space of Mamba-2 between its projections, token by token. inputs: (taps - 1 + tokens, channels), the
+ * inputs of heads and B and C of groups, of the last tokens before these, and of these. gate, out: (tokens, heads *
+ * head_dim). steps: (tokens, heads); -inf for a token that changes no state. All are bfloat16. state: (heads,
+ * head_dim, state_dim) float32, read and written. */
+KvStatus kvkeep_mamba2(const KvMamba2* space, KvArray inputs, KvArray gate, KvArray steps, KvArray state, KvArray out);
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 

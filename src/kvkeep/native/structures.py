@@ -136,6 +136,13 @@ class KvDeltaNet(ctypes.Structure):
     _fields_ = _fields("KvDeltaNet")
 
 
+class KvMamba2(ctypes.Structure):
+    """A state space of Mamba-2, without its projections."""
+
+    __slots__ = ("kept",)
+    _fields_ = _fields("KvMamba2")
+
+
 class KvSide(ctypes.Structure):
     """The keys or the values of a piece."""
 
