@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
@@ -107,3 +108,25 @@ def _shapes(vocabulary: int, hidden: int, inner: int, experts: int) -> dict[str,
     own |= {"ffn_gate_inp": (experts, hidden)} if experts else {}
     whole = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,)}
     return whole | {f"blk.0.{name}.weight": shape for name, shape in own.items()}
+
+
+def requantised(source: Path, path: Path, kind: str = "Q8_0") -> Path:
+    """Write the file ``source`` again, its matrices as blocks of ``kind``, and return ``path``."""
+    found = GGUFReader(source)
+    stated = {name: field for name, field in found.fields.items() if not name.startswith("GGUF.")}
+    writer = GGUFWriter(path, str(stated.pop("general.architecture").contents()))
+    for name, field in stated.items():
+        sub_type = field.types[1] if field.types[0] is GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)
+    for tensor in found.tensors:
+        values = numpy.array(tensor.data)
+        if values.ndim > 1 and values.shape[-1] % 32 == 0 and not re.search("norm|conv|gate_inp", tensor.name):
+            blocks = quantize(values, GGMLQuantizationType[kind])
+            writer.add_tensor(tensor.name, blocks, raw_dtype=GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -76,6 +76,8 @@ class Blocks:
     kind: str
     rows: Tensor
     """Rows of blocks, (outputs, bytes of a row) uint8."""
+    columns: Tensor | None = None
+    """The column of the blocks of each column of the matrix, (inputs) int64; None: they have the same order."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,11 +92,11 @@ class Blocks:
         step = max(1, DECODED_ELEMENTS // inputs)
         for first in range(0, outputs, step):
             made[first : first + step] = _decoded(self.kind, self.rows[first : first + step]).to(dtype)
-        return made
+        return made if self.columns is None else made[:, self.columns]
 
     def __getitem__(self, index: Tensor | slice) -> Blocks:
         """Return the rows at ``index``."""
-        return Blocks(self.kind, self.rows[index])
+        return Blocks(self.kind, self.rows[index], self.columns)
 
 
 def quantised(weight: Tensor, bits: int) -> Blocks:
@@ -160,6 +162,8 @@ class Packed(nn.Module):
 
     data: Tensor
     """Panels of the native library, uint8; without it rows of blocks, (outputs, bytes of a row)."""
+    columns: Tensor | None
+    """As in :class:`Blocks`."""
 
     def __init__(self, matrix: Blocks) -> None:
         super().__init__()
@@ -167,6 +171,7 @@ class Packed(nn.Module):
         self.kind = matrix.kind
         self.native = library() is not None and self.in_features % KINDS[self.kind].elements == 0
         self.register_buffer("data", _packed(matrix) if self.native else matrix.rows.contiguous())
+        self.register_buffer("columns", matrix.columns)
 
     @functools.cached_property
     def struct(self) -> KvMatrix:
@@ -188,11 +193,11 @@ class Packed(nn.Module):
     def blocks(self) -> Blocks:
         """Return the matrix as rows of blocks, on the CPU."""
         if not self.native:
-            return Blocks(self.kind, self.data.cpu())
+            return Blocks(self.kind, self.data.cpu(), None if self.columns is None else self.columns.cpu())
         about = KINDS[self.kind]
         rows = torch.empty(self.out_features, self.in_features // about.elements * about.size, dtype=torch.uint8)
         kernels().kvkeep_unpack(address_of(self.struct), rows, rows.shape[1])
-        return Blocks(self.kind, rows)
+        return Blocks(self.kind, rows, self.columns)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weights, (outputs, inputs)."""
@@ -257,6 +262,8 @@ def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
     if not matrix.native:
         return nn.functional.linear(x, matrix.dense(x.dtype), None if bias is None else bias.to(x.dtype))
     rows = x.to(torch.bfloat16).reshape(-1, matrix.in_features).contiguous()
+    if matrix.columns is not None:
+        rows = torch.empty_like(rows).index_copy_(1, matrix.columns, rows)
     out = torch.empty(len(rows), matrix.out_features, dtype=torch.bfloat16)
     kernels().kvkeep_product(address_of(matrix.struct), rows, bias, out, matrix.out_features)
     return out.view(*x.shape[:-1], matrix.out_features).to(x.dtype)

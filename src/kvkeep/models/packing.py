@@ -7,6 +7,7 @@ A quantiser registered with transformers takes the matrices of linear layers and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ class Packer(HfQuantizer):
             return False
         bits = packed_bits(self.bits or 16, place in self.outer)
         if attribute == "weight":
-            (only,) = parts
-            self.made[place] = PackedLinear(only if isinstance(only, Blocks) else quantised(only, bits))
+            first = parts[0]
+            self.made[place] = PackedLinear(_joined(parts) if isinstance(first, Blocks) else quantised(first, bits))
         else:
             self.of_experts[name] = packed_experts(parts, bits, len(expected))
         expected._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -132,7 +133,13 @@ def _shape(parts: Sequence[Tensor | Blocks], expected: Tensor) -> tuple[int, ...
     rows = sum(part.shape[0] for part in parts)
     if expected.ndim == 3 and all(isinstance(part, Blocks) for part in parts) and rows % len(expected) == 0:
         return (len(expected), rows // len(expected), parts[0].shape[1])
-    return tuple(parts[0].shape)
+    return (rows, *parts[0].shape[1:])
+
+
+def _joined(parts: Sequence[Any]) -> Blocks:
+    """Return one matrix whose rows are those of blocks of one kind."""
+    first: Blocks = parts[0]
+    return first if len(parts) == 1 else replace(first, rows=torch.cat([one.rows for one in parts]))
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

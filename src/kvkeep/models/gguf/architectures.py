@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvkeep.models.gguf.facts import Facts
 
-Names = dict[str, str]
+Names = Mapping[str, str] | Mapping[str, str | tuple[str, ...]]
+"""The model's names by those of the file; several where a tensor of the file holds more than one weight."""
 
 
 @dataclass(frozen=True)
@@ -25,27 +26,54 @@ class Change:
     values change, too."""
     parts: int = 1
     """The number of the file's tensors that form one of the model."""
+    joined: bool = False
+    """Whether the rows of these tensors follow one another in the model's, those of each expert by themselves."""
+    columns: Tensor | None = None
+    """The file's column of each column of the model, if the columns are in another order."""
+
+
+def rows(order: Callable[[int], Tensor]) -> Change:
+    """Rows in another order, or some of them. order: as in :class:`Change`."""
+    return Change(lambda stored: stored[0][order(len(stored[0]))], order)
 
 
 def pairs(heads: int) -> Change:
     """Rotated pairs: llama.cpp turns elements 2i and 2i + 1 of a head, transformers i and i + half the head."""
 
-    def order(rows: int) -> Tensor:
-        return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-
-    return Change(lambda stored: stored[0][order(len(stored[0]))], order)
+    return rows(lambda count: torch.arange(count).view(heads, -1, 2).transpose(1, 2).flatten())
 
 
 def grouped(heads: int, kv_heads: int) -> Change:
     """Queries, keys and values in one matrix: the file has all queries, all keys, all values; the model has a key and a
     value after the queries that use them."""
 
-    def order(rows: int) -> Tensor:
-        size = rows // (heads + 2 * kv_heads)
-        parts = torch.arange(rows).split([heads * size, kv_heads * size, kv_heads * size])
+    def order(count: int) -> Tensor:
+        size = count // (heads + 2 * kv_heads)
+        parts = torch.arange(count).split([heads * size, kv_heads * size, kv_heads * size])
         return torch.cat([part.view(kv_heads, -1, size) for part in parts], 1).flatten()
 
-    return Change(lambda stored: stored[0][order(len(stored[0]))], order)
+    return rows(order)
+
+
+def value_heads(facts: Facts, width: int, before: int = 0) -> Tensor:
+    """Return the file's row of each of the model's rows of value heads, ``width`` rows each, behind ``before`` rows of
+    other heads. llama.cpp repeats the key heads one after the other, transformers repeats each key head: the file has
+    the first value head of each key head first."""
+    keys, values = facts.need("ssm.group_count"), facts.need("ssm.time_step_rank")
+    if keys <= 0 or values <= 0 or values % keys:
+        raise facts.keys.damaged(f"it states {values} value heads and {keys} key heads")
+    found = torch.arange(values * width).view(-1, keys, width).transpose(0, 1).flatten()
+    return torch.cat((torch.arange(before), before + found))
+
+
+def of_value_heads(facts: Facts, channels: bool = False, behind_keys: bool = False) -> Change:
+    """Rows of value heads (:func:`value_heads`). channels: each has as many rows as a value has numbers, not one.
+    behind_keys: they follow queries and keys."""
+    values = facts.need("ssm.time_step_rank")
+    width = facts.need("ssm.inner_size") // max(values, 1) if channels else 1
+    before = 2 * facts.need("ssm.group_count") * facts.need("ssm.state_size") if behind_keys else 0
+    order = value_heads(facts, width, before)
+    return rows(lambda count: order)
 
 
 AS_STORED = Change(lambda stored: stored[0], lambda rows: torch.arange(rows))
@@ -55,9 +83,9 @@ TRANSPOSED = Change(lambda stored: stored[0].T.contiguous())
 """transformers' Conv1D has inputs before outputs."""
 SHORT_CONVOLUTION = Change(lambda stored: stored[0][:, None])
 """(channels, kernel), with a dimension for groups in transformers."""
-GATE_AND_UP = Change(lambda stored: torch.cat(tuple(stored), 1), parts=2)
+GATE_AND_UP = Change(lambda stored: torch.cat(tuple(stored), 1), parts=2, joined=True)
 """Experts' gates and ups, (experts, inner, width) each, joined in one matrix of each expert."""
-GATE_THEN_UP = Change(lambda stored: torch.cat(tuple(stored)), parts=2)
+GATE_THEN_UP = Change(lambda stored: torch.cat(tuple(stored)), parts=2, joined=True)
 """A gate and an up, (inner, width) each, joined in one matrix."""
 EXPERTS_TRANSPOSED = Change(lambda stored: stored[0].transpose(1, 2).contiguous())
 INTERLEAVED = Change(lambda stored: torch.stack(tuple(stored), -1).flatten(-2), parts=2)
@@ -68,7 +96,30 @@ INTERLEAVED_TRANSPOSED = Change(
 """The experts of gpt-oss: inputs before outputs, each gate before its up."""
 
 
-_Changes = Change | Callable[[Facts], Change]
+FLAT = Change(lambda stored: stored[0].flatten())
+LOGARITHM = Change(lambda stored: (-stored[0]).log().flatten())
+"""The rates of states, less than 0; the model has their logarithms."""
+
+
+ONE_ROW = Change(lambda stored: stored[0].view(1, -1), lambda count: torch.arange(count))
+"""A row of a matrix, which some converters write as a vector."""
+
+
+def _columns(order: Tensor) -> Change:
+    return Change(lambda stored: stored[0][:, order], lambda count: torch.arange(count), columns=order)
+
+
+def _half_of_each(facts: Facts, half: int) -> Callable[[int], Tensor]:
+    """Return the rows of the first or the second half of each key head's rows."""
+    keys = facts.need("ssm.group_count")
+    return lambda count: torch.arange(count).view(keys, 2, -1)[:, half].flatten()
+
+
+def _then(change: Change, first: Change) -> Change:
+    return Change(lambda stored: change.values([first.values(stored)]))
+
+
+_Changes = Change | Callable[[Facts], Change | tuple[Change, ...]]
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -115,9 +166,76 @@ PAIRS: dict[str, _Changes] = {
     "attn_q": lambda facts: pairs(facts.heads),
     "attn_k": lambda facts: pairs(facts.same("attention.head_count_kv", facts.heads)),
 }
+SOME_PAIRS: dict[str, _Changes] = {
+    "attn_q": lambda facts: pairs(facts.heads),
+    "attn_k": lambda facts: pairs(max(facts.each("attention.head_count_kv"))),
+}
+"""Of models in which some layers have no attention."""
 MIXED: dict[str, _Changes] = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), GATE_AND_UP)
+SHARED = {
+    f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+}  # fmt: skip
+ROUTED = {**EXPERTS, **SHARED, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+"""Experts beside a shared one, chosen with a bias."""
+MAMBA2 = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt.bias": "mamba.dt_bias", "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+}  # fmt: skip
+MAMBA2_CHANGES: dict[str, _Changes] = {
+    "ssm_a": LOGARITHM, "ssm_d": FLAT, "ssm_norm": FLAT, "ssm_conv1d.weight": SHORT_CONVOLUTION,
+}  # fmt: skip
+DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
+TILED: dict[str, _Changes] = {
+    "attn_qkv": lambda facts: of_value_heads(facts, channels=True, behind_keys=True),
+    "attn_gate": lambda facts: of_value_heads(facts, channels=True),
+    "ssm_conv1d": lambda facts: _then(SHORT_CONVOLUTION, of_value_heads(facts, channels=True, behind_keys=True)),
+    "ssm_beta": of_value_heads,
+    "ssm_alpha": of_value_heads,
+    "ssm_dt.bias": of_value_heads,
+    "ssm_a": lambda facts: _then(LOGARITHM, of_value_heads(facts)),
+    "ssm_out": lambda facts: _columns(
+        value_heads(facts, facts.need("ssm.inner_size") // facts.need("ssm.time_step_rank"))
+    ),
+}
+"""Delta nets of Qwen 3.5, whose value heads are in another order."""
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
 
 _LLAMA = ATTENTION | GATED
+_GRANITE_EXPERTS = {
+    name: to.replace("mlp.gate", "block_sparse_moe.router").replace("mlp.", "block_sparse_moe.")
+    for name, to in EXPERTS.items()
+} | {
+    "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight", "ffn_up_shexp.weight": "shared_mlp.input_linear.weight",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}  # fmt: skip
+_GRANITE_SHARED: dict[str, _Changes] = dict.fromkeys(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), GATE_THEN_UP)
+_LFM2 = ATTENTION | {
+    "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+}  # fmt: skip
+_LFM2_TOP = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
+_NEMOTRON_H = Architecture(
+    {name: to.replace("mamba.", "mixer.") for name, to in MAMBA2.items()}
+    | {name: to.replace("self_attn.", "mixer.") for name, to in ATTENTION.items()}
+    | {
+        "attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias", "ffn_up_exps.weight": "mixer.experts.up_proj",
+        "ffn_down_exps.weight": "mixer.experts.down_proj", "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    },
+    TOP | {"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+    changes=SOME_PAIRS | MAMBA2_CHANGES,
+)  # fmt: skip
 _PLAIN = {"ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -125,11 +243,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(_LLAMA),
     "qwen3": Architecture(_LLAMA | QK_NORMS),
     "qwen2moe": Architecture(
-        _LLAMA | EXPERTS | {
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
-        changes=MIXED,
+        _LLAMA | EXPERTS | SHARED_EXPERT, changes=MIXED | {"ffn_gate_inp_shexp": ONE_ROW}
     ),
     "qwen3moe": Architecture(_LLAMA | QK_NORMS | EXPERTS, changes=MIXED),
     "gemma": Architecture(_LLAMA, norms=LESS_ONE),
@@ -151,16 +265,70 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": Architecture(_LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "stablelm": Architecture(_LLAMA),
     "granite": Architecture(_LLAMA, changes=PAIRS),
-    "granitemoe": Architecture(
-        _LLAMA | {
-            name: to.replace("mlp.gate", "block_sparse_moe.router").replace("mlp.", "block_sparse_moe.")
-            for name, to in EXPERTS.items()
-        } | {
-            "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight",
-            "ffn_up_shexp.weight": "shared_mlp.input_linear.weight", "ffn_down_shexp": "shared_mlp.output_linear",
+    "granitemoe": Architecture(_LLAMA | _GRANITE_EXPERTS, changes=PAIRS | MIXED | _GRANITE_SHARED),
+    "granitehybrid": Architecture(
+        _LLAMA | MAMBA2 | _GRANITE_EXPERTS | {
+            "ffn_gate.weight": "shared_mlp.input_linear.weight", "ffn_up.weight": "shared_mlp.input_linear.weight",
+            "ffn_down": "shared_mlp.output_linear",
         },
-        changes=PAIRS | MIXED | dict.fromkeys(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), GATE_THEN_UP),
+        changes=SOME_PAIRS | MIXED | MAMBA2_CHANGES | _GRANITE_SHARED
+        | dict.fromkeys(("ffn_gate.weight", "ffn_up.weight"), GATE_THEN_UP),
     ),
+    "falcon-h1": Architecture(
+        ATTENTION | MAMBA2 | {
+            "ffn_norm": "pre_ff_layernorm.weight", "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj",
+        },
+        TOP | {"output_norm": "model.final_layernorm"},
+        changes=MAMBA2_CHANGES,
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "qwen3next": Architecture(
+        ATTENTION | QK_NORMS | EXPERTS | SHARED_EXPERT | DELTA_NET | {
+            "ssm_ba.weight": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+        },
+        changes=MIXED | {
+            "ssm_ba.weight": lambda facts: tuple(rows(_half_of_each(facts, half)) for half in range(2)),
+            "ssm_a": LOGARITHM, "ssm_conv1d": SHORT_CONVOLUTION, "ffn_gate_inp_shexp": ONE_ROW,
+        },
+        norms=LESS_ONE,
+    ),
+    "qwen35": Architecture(_LLAMA | QK_NORMS | DELTA_NET, changes=TILED, norms=LESS_ONE),
+    "qwen35moe": Architecture(
+        ATTENTION | QK_NORMS | EXPERTS | SHARED_EXPERT | DELTA_NET,
+        changes=MIXED | TILED | {"ffn_gate_inp_shexp": ONE_ROW}, norms=LESS_ONE,
+    ),
+    "glm4moe": Architecture(
+        _LLAMA | QK_NORMS | ROUTED | {"post_attention_norm": "post_attention_layernorm"}, changes=MIXED
+    ),
+    "dots1": Architecture(_LLAMA | QK_NORMS | ROUTED, changes=MIXED),
+    "exaone-moe": Architecture(_LLAMA | QK_NORMS | ROUTED, changes=MIXED),
+    "ernie4_5-moe": Architecture(
+        _LLAMA | ROUTED | {"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
+        changes=MIXED | {"exp_probs_b.bias": ONE_ROW},
+    ),
+    "hunyuan-moe": Architecture(
+        _LLAMA | EXPERTS | {
+            "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+            "ffn_gate_inp": "mlp.gate.wg", "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+            "ffn_up_shexp": "mlp.shared_mlp.up_proj", "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+        },
+        changes=MIXED,
+    ),
+    "minimax-m2": Architecture(
+        _LLAMA | QK_NORMS | EXPERTS | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}, changes=MIXED
+    ),
+    "afmoe": Architecture(
+        _LLAMA | QK_NORMS | ROUTED | {
+            "attn_gate": "self_attn.gate_proj", "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm", "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b.bias": "mlp.expert_bias",
+        },
+        changes=MIXED,
+    ),
+    "mistral3": Architecture(_LLAMA, changes=PAIRS),
+    "jais2": Architecture(ATTENTION | _PLAIN),
     "olmo": Architecture(_LLAMA, changes=PAIRS),
     "olmo2": Architecture(_LLAMA | QK_NORMS | POST_NORMS),
     "olmoe": Architecture(_LLAMA | QK_NORMS | EXPERTS, changes=MIXED),
@@ -209,16 +377,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         "transformer.h.",
         {"attn_qkv": lambda facts: grouped(facts.heads, facts.same("attention.head_count_kv", facts.heads))},
     ),
-    "lfm2": Architecture(
-        ATTENTION | {
-            "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
-            "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
-            "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-        },
-        {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
-        changes={"shortconv.conv": SHORT_CONVOLUTION},
+    "lfm2": Architecture(_LFM2, _LFM2_TOP, changes={"shortconv.conv": SHORT_CONVOLUTION}),
+    "lfm2moe": Architecture(
+        _LFM2 | {name: to.replace("mlp.", "feed_forward.") for name, to in EXPERTS.items()}
+        | {"exp_probs_b.bias": "feed_forward.expert_bias"},
+        _LFM2_TOP,
+        changes=MIXED | {"shortconv.conv": SHORT_CONVOLUTION},
     ),
 }  # fmt: skip
 """The architectures, by llama.cpp's names."""

@@ -5,98 +5,31 @@ The reference for what a file means is llama.cpp (src/models there), also where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kvkeep.models.gguf.facts import MAX_EXPERTS, Facts
-from kvkeep.models.gguf.rope import positive, rope
+from kvkeep.models.gguf.config_parts import (
+    BIAS,
+    GRANITE,
+    HAS_BIAS,
+    MLP_BIAS,
+    Config,
+    Make,
+    common,
+    epsilon,
+    expert_counts,
+    factor,
+    has,
+    layer_norm,
+    made_of,
+    rms,
+    routing,
+    windows,
+)
+from kvkeep.models.gguf.facts import Facts
+from kvkeep.models.gguf.hybrid_configs import HYBRIDS
+from kvkeep.models.gguf.rope import positive
 
-Config = dict[str, Any]
-_Make = Callable[[Facts], Config]
-
-
-def _common(facts: Facts, layout: str = "", kv_heads: int | None = None) -> Config:
-    """Return what nearly all architectures state. layout: the layout of tensors that the changes undo. kv_heads: the
-    key heads of layers with attention, where others have none."""
-    facts.expect("attention.causal", True, "runs only models whose tokens attend to earlier ones")
-    facts.expect("tensor_data_layout", layout, "does not know that layout of tensors")
-    return {
-        "max_position_embeddings": facts.need("context_length"),
-        "hidden_size": facts.width,
-        "num_hidden_layers": facts.layers,
-        "intermediate_size": facts.same("feed_forward_length"),
-        "num_attention_heads": facts.heads,
-        "num_key_value_heads": kv_heads or facts.same("attention.head_count_kv", facts.heads),
-        "head_dim": facts.head_dim,
-        "rope_parameters": rope(facts),
-        "vocab_size": facts.vocabulary,
-        "tie_word_embeddings": "output.weight" not in facts.tensors,
-        "attention_dropout": 0.0,
-    }
-
-
-def _rms(facts: Facts) -> Config:
-    return _common(facts) | {"rms_norm_eps": _epsilon(facts, "layer_norm_rms_epsilon")}
-
-
-def _layer_norm(facts: Facts) -> Config:
-    return _common(facts) | {"layer_norm_eps": _epsilon(facts, "layer_norm_epsilon")}
-
-
-def _epsilon(facts: Facts, name: str) -> float:
-    facts.keys.need(f"{facts.architecture}.attention.{name}", float)
-    return float(positive(facts, f"attention.{name}", 0.0))
-
-
-def _windows(facts: Facts, period: int, window: int | None = None) -> Config:
-    """Return the window of sliding layers and which layers slide: by the file's pattern, or all but each ``period``-th.
-    window: the window if the file states none; 0: without one no layer slides; None: the file has to state one."""
-    size = facts.need("attention.sliding_window") if window is None else facts.count("attention.sliding_window", window)
-    if not size and window != 0:
-        raise facts.keys.damaged("its attention.sliding_window is 0")
-    key = f"{facts.architecture}.attention.sliding_window_pattern"
-    stated = facts.keys.metadata.get(key)
-    if stated is None or isinstance(stated, int):
-        period = facts.keys.get(key, int, period)
-        slides = [period > 0 and (layer % period) < period - 1 for layer in range(facts.layers)]
-    else:
-        slides = [bool(one) for one in facts.keys.several(key, facts.layers, bool)]
-    if not size:
-        return {"layer_types": ["full_attention"] * facts.layers}
-    return {
-        "sliding_window": size,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
-    }
-
-
-def _experts(facts: Facts, total: str = "num_experts") -> Config:
-    count, used = facts.need("expert_count"), facts.count("expert_used_count", 0)
-    if not 0 < used <= count <= MAX_EXPERTS:
-        raise facts.keys.damaged(f"it states {str(count)[:20]} experts, of which {str(used)[:20]} are used")
-    return {total: count, "num_experts_per_tok": used}
-
-
-def _made(base: _Make, family: str, *parts: Mapping[str, Any], **settings: Any) -> _Make:
-    """Return what makes the config of a ``family``: what ``base`` reads, and these settings. A setting that can be
-    called is given the facts."""
-    stated = {"model_type": family, **settings}
-    for part in parts:
-        stated |= part
-
-    def make(facts: Facts) -> Config:
-        read = {name: value(facts) if callable(value) else value for name, value in stated.items()}
-        return base(facts) | read
-
-    return make
-
-
-def _has(*names: str) -> Callable[[Facts], bool]:
-    return lambda facts: facts.has(*names)
-
-
-_HAS_BIAS = _has("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
-_BIAS = {"attention_bias": _HAS_BIAS}
-_MLP_BIAS = {"mlp_bias": _has("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")}
 _NO_WINDOW = {"use_sliding_window": False}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _QWEN_EXPERTS: dict[str, Any] = {
@@ -108,25 +41,22 @@ _QWEN_EXPERTS: dict[str, Any] = {
 }
 
 
-def _one(name: str) -> Callable[[Facts], float]:
-    """Return what reads a factor; files state none, or 0, for 1."""
-    return lambda facts: facts.number(name, 0.0) or 1.0
-
-
 def _rms_with_experts(facts: Facts) -> Config:
-    return _rms(facts) | _experts(facts)
+    return rms(facts) | expert_counts(facts)
 
 
 def _llama(facts: Facts) -> Config:
     if facts.count("expert_count", 0):
-        return _rms(facts) | _experts(facts, "num_local_experts") | {"model_type": "mixtral", "sliding_window": None}
+        return (
+            rms(facts) | expert_counts(facts, "num_local_experts") | {"model_type": "mixtral", "sliding_window": None}
+        )
     facts.expect("expert_used_count", 0, "finds no experts in it")
-    return _made(_rms, "llama", _BIAS, _MLP_BIAS)(facts)
+    return made_of(rms, "llama", BIAS, MLP_BIAS)(facts)
 
 
 def _gemma3(facts: Facts) -> Config:
-    made = _rms(facts)
-    return made | _windows(facts, 6, 0) | {
+    made = rms(facts)
+    return made | windows(facts, 6, 0) | {
         "model_type": "gemma3_text",
         "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
         "query_pre_attn_scalar": _query_scalar(facts, 62),
@@ -150,7 +80,7 @@ def _by_type(made: Config, theta: float) -> Config:
 def _phi3(facts: Facts) -> Config:
     facts.count("attention.sliding_window")  # llama.cpp attends to everything in this architecture
     original = facts.count("rope.scaling.original_context_length", facts.need("context_length"))
-    return _rms(facts) | {"original_max_position_embeddings": original, "sliding_window": None}
+    return rms(facts) | {"original_max_position_embeddings": original, "sliding_window": None}
 
 
 def _gpt2(facts: Facts) -> Config:
@@ -161,7 +91,7 @@ def _gpt2(facts: Facts) -> Config:
         "n_layer": facts.layers,
         "n_head": facts.heads,
         "n_inner": facts.same("feed_forward_length"),
-        "layer_norm_epsilon": _epsilon(facts, "layer_norm_epsilon"),
+        "layer_norm_epsilon": epsilon(facts, "layer_norm_epsilon"),
         "vocab_size": facts.vocabulary,
         "tie_word_embeddings": "output.weight" not in facts.tensors,
     }
@@ -170,141 +100,223 @@ def _gpt2(facts: Facts) -> Config:
 def _stablelm(facts: Facts) -> Config:
     parallel = not facts.has("ffn_norm.weight")
     facts.expect("use_parallel_residual", parallel, "finds the opposite in its tensors")
-    return _layer_norm(facts) | {"use_parallel_residual": parallel}
+    return layer_norm(facts) | {"use_parallel_residual": parallel}
 
 
 def _granite(facts: Facts) -> Config:
     facts.expect("rope.scaling.finetuned", True, "does not run this architecture without rotary embeddings")
-    return _made(
-        _rms, "granite", _BIAS, _MLP_BIAS,
-        embedding_multiplier=_one("embedding_scale"),
-        residual_multiplier=_one("residual_scale"),
-        attention_multiplier=lambda facts: facts.number("attention.scale", 0.0) or facts.head_dim**-0.5,
-        logits_scaling=_one("logit_scale"),
-    )(facts)  # fmt: skip
+    return made_of(rms, "granite", BIAS, MLP_BIAS, GRANITE)(facts)
 
 
 def _granitemoe(facts: Facts) -> Config:
-    made = _granite(facts) | _experts(facts, "num_local_experts")
+    made = _granite(facts) | expert_counts(facts, "num_local_experts")
     if not (shared := facts.same("expert_shared_feed_forward_length", 0)):
         return made | {"model_type": "granitemoe"}
     return made | {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
 
 
+def _routed(facts: Facts) -> Config:
+    """Return the config of experts chosen by sigmoids and a bias, beside a shared one, behind some dense layers."""
+    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    return rms(facts) | expert_counts(facts, "n_routed_experts") | routing(facts) | {
+        "n_shared_experts": facts.need("expert_shared_count"),
+        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
+        "moe_intermediate_size": facts.same("expert_feed_forward_length"),
+    }  # fmt: skip
+
+
+def _exaone_moe(facts: Facts) -> Config:
+    made = _routed(facts)
+    width, count = made["moe_intermediate_size"], made.pop("n_shared_experts")
+    facts.expect(
+        "expert_shared_feed_forward_length", width * count, "expects the shared experts to be as wide as others"
+    )
+    return made | windows(facts, 4, 0) | {
+        "model_type": "exaone_moe", "num_experts": made.pop("n_routed_experts"), "num_shared_experts": count,
+    }  # fmt: skip
+
+
+def _ernie_moe(facts: Facts) -> Config:
+    made, experts = rms(facts), expert_counts(facts, "moe_num_experts")
+    width, count = facts.same("expert_feed_forward_length"), facts.count("expert_shared_count", 0)
+    facts.expect(
+        "expert_shared_feed_forward_length", width * count, "expects the shared experts to be as wide as others"
+    )
+    return made | {
+        "model_type": "ernie4_5_moe",
+        "use_bias": HAS_BIAS(facts),
+        "moe_num_experts": experts["moe_num_experts"],
+        "moe_k": experts["num_experts_per_tok"],
+        "moe_intermediate_size": width,
+        "moe_num_shared_experts": count,
+        "moe_layer_start_index": facts.count("leading_dense_block_count", 0),
+        "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
+    }
+
+
+def _hunyuan_moe(facts: Facts) -> Config:
+    experts, width = expert_counts(facts), facts.same("feed_forward_length")
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        facts.expect(key, width, "expects all experts of this architecture to be as wide as its feed_forward_length")
+    facts.expect("expert_shared_count", 1, "runs one shared expert in this architecture")
+    return rms(facts) | {
+        "model_type": "hunyuan_v1_moe", "attention_bias": HAS_BIAS(facts),
+        "num_experts": experts["num_experts"], "moe_topk": experts["num_experts_per_tok"],
+    }  # fmt: skip
+
+
+def _minimax(facts: Facts) -> Config:
+    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    inner = {"intermediate_size": facts.same("expert_feed_forward_length")}
+    return rms(facts) | expert_counts(facts, "num_local_experts") | inner | {"model_type": "minimax_m2"}
+
+
+def _afmoe(facts: Facts) -> Config:
+    facts.expect("expert_weights_norm", True, "weighs experts by shares of a sum in this architecture")
+    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    return rms(facts) | expert_counts(facts) | windows(facts, 4) | {
+        "model_type": "afmoe",
+        "num_shared_experts": facts.need("expert_shared_count"),
+        "num_dense_layers": facts.count("leading_dense_block_count", 0),
+        "moe_intermediate_size": facts.same("expert_feed_forward_length"),
+        "route_scale": factor("expert_weights_scale")(facts),
+        "mup_enabled": True,
+    }  # fmt: skip
+
+
+def _mistral3(facts: Facts) -> Config:
+    made = rms(facts)
+    turns, beta = made["rope_parameters"], facts.number("attention.temperature_scale", 0.0)
+    multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if turns["rope_type"] == "yarn":
+        turns |= {
+            "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+        if multiplier:  # it divides what YaRN multiplies by
+            turns["attention_factor"] = 1.0
+    original = facts.count("rope.scaling.original_context_length", facts.need("context_length"))
+    return made | {
+        "model_type": "ministral3",
+        "rope_parameters": turns | {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original},
+        "sliding_window": None,
+    }
+
+
 def _olmo(facts: Facts) -> Config:
     facts.expect("attention.layer_norm_epsilon", 1e-5, "divides by a fixed epsilon in this architecture")
-    return _common(facts) | {"clip_qkv": max(0.0, facts.number("attention.clamp_kqv", 0.0)) or None}
+    return common(facts) | {"clip_qkv": max(0.0, facts.number("attention.clamp_kqv", 0.0)) or None}
 
 
 def _olmo2(facts: Facts) -> Config:
-    made, windows = _rms(facts) | {"attention_bias": False}, _windows(facts, 4, 0)
-    if "sliding_window" not in windows:
+    made, sliding = rms(facts) | {"attention_bias": False}, windows(facts, 4, 0)
+    if "sliding_window" not in sliding:
         return made | {"model_type": "olmo2"}
     facts.number("rope.freq_base_swa")  # llama.cpp computes all layers with one base in this architecture
     kinds = _by_type(made, made["rope_parameters"]["rope_theta"])
-    return made | windows | {"model_type": "olmo3", "rope_parameters": kinds}
+    return made | sliding | {"model_type": "olmo3", "rope_parameters": kinds}
 
 
 def _nemotron(facts: Facts) -> Config:
     facts.number("attention.layer_norm_rms_epsilon")  # the converter writes the epsilon twice
-    return _common(facts) | {"norm_eps": _epsilon(facts, "layer_norm_epsilon")}
+    return common(facts) | {"norm_eps": epsilon(facts, "layer_norm_epsilon")}
 
 
 def _gpt_oss(facts: Facts) -> Config:
-    made = _rms(facts)
+    made = rms(facts)
     made["rope_parameters"] |= {"truncate": True} if made["rope_parameters"]["rope_type"] == "yarn" else {}
     inner = {"intermediate_size": facts.same("expert_feed_forward_length")}
-    return made | _windows(facts, 2) | _experts(facts, "num_local_experts") | inner
-
-
-def _lfm2(facts: Facts) -> Config:
-    heads = facts.each("attention.head_count_kv")
-    return _common(facts, kv_heads=max(heads)) | {
-        "norm_eps": _epsilon(facts, "layer_norm_rms_epsilon"),
-        "layer_types": ["full_attention" if one else "conv" for one in heads],
-        "conv_L_cache": facts.need("shortconv.l_cache"),
-    }
+    return made | windows(facts, 2) | expert_counts(facts, "num_local_experts") | inner
 
 
 def _exaone4(facts: Facts) -> Config:
-    windows = _windows(facts, 4, 4096) if facts.layers == 64 else {"sliding_window": None}
-    return _rms(facts) | {"layer_types": ["full_attention"] * facts.layers} | windows
+    sliding = windows(facts, 4, 4096) if facts.layers == 64 else {"sliding_window": None}
+    return rms(facts) | {"layer_types": ["full_attention"] * facts.layers} | sliding
 
 
 def _falcon(facts: Facts) -> Config:
     kv_heads = facts.same("attention.head_count_kv", facts.heads)
-    made = _common(facts, "jploski")
+    made = common(facts, "jploski")
     facts.expect("attention.key_length", made.pop("head_dim"), "divides its width among the heads")
     return made | {
         "num_kv_heads": kv_heads,
         "multi_query": kv_heads == 1,
         "ffn_hidden_size": facts.same("feed_forward_length"),
-        "layer_norm_epsilon": _epsilon(facts, "layer_norm_epsilon"),
+        "layer_norm_epsilon": epsilon(facts, "layer_norm_epsilon"),
     }
 
 
-CONFIGS: Mapping[str, _Make] = {
+CONFIGS: Mapping[str, Make] = {
     "llama": _llama,
-    "qwen2": _made(_rms, "qwen2", _NO_WINDOW),
-    "qwen3": _made(_rms, "qwen3", _NO_WINDOW, _BIAS),
-    "qwen2moe": _made(
+    "qwen2": made_of(rms, "qwen2", _NO_WINDOW),
+    "qwen3": made_of(rms, "qwen3", _NO_WINDOW, BIAS),
+    "qwen2moe": made_of(
         _rms_with_experts, "qwen2_moe", _NO_WINDOW, _QWEN_EXPERTS,
         norm_topk_prob=False,
         shared_expert_intermediate_size=lambda facts: facts.same(
             "expert_shared_feed_forward_length", facts.same("feed_forward_length")
         ),
     ),
-    "qwen3moe": _made(_rms_with_experts, "qwen3_moe", _NO_WINDOW, _QWEN_EXPERTS, _BIAS, norm_topk_prob=True),
-    "gemma": _made(_rms, "gemma", _GELU),
-    "gemma2": _made(
-        lambda facts: _rms(facts) | _windows(facts, 2, 4096), "gemma2", _GELU,
+    "qwen3moe": made_of(_rms_with_experts, "qwen3_moe", _NO_WINDOW, _QWEN_EXPERTS, BIAS, norm_topk_prob=True),
+    "gemma": made_of(rms, "gemma", _GELU),
+    "gemma2": made_of(
+        lambda facts: rms(facts) | windows(facts, 2, 4096), "gemma2", _GELU,
         attn_logit_softcapping=lambda facts: facts.number("attn_logit_softcapping", 50.0),
         final_logit_softcapping=lambda facts: facts.number("final_logit_softcapping", 30.0),
         query_pre_attn_scalar=lambda facts: _query_scalar(facts, 46),
     ),
     "gemma3": _gemma3,
-    "phi3": _made(_phi3, "phi3", resid_pdrop=0.0, embd_pdrop=0.0),
-    "phi2": _made(_layer_norm, "phi", hidden_act="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0),
-    "gpt2": _made(_gpt2, "gpt2", activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "starcoder2": _made(
-        lambda facts: _common(facts) | {"norm_epsilon": _epsilon(facts, "layer_norm_epsilon")}, "starcoder2",
+    "phi3": made_of(_phi3, "phi3", resid_pdrop=0.0, embd_pdrop=0.0),
+    "phi2": made_of(layer_norm, "phi", hidden_act="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0),
+    "gpt2": made_of(_gpt2, "gpt2", activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "starcoder2": made_of(
+        lambda facts: common(facts) | {"norm_epsilon": epsilon(facts, "layer_norm_epsilon")}, "starcoder2",
         hidden_act="gelu_pytorch_tanh", use_bias=True, sliding_window=None, residual_dropout=0.0, embedding_dropout=0.0,
     ),
-    "stablelm": _made(_stablelm, "stablelm", use_qkv_bias=_HAS_BIAS, qk_layernorm=False, hidden_dropout=0.0),
+    "stablelm": made_of(_stablelm, "stablelm", use_qkv_bias=HAS_BIAS, qk_layernorm=False, hidden_dropout=0.0),
     "granite": _granite,
     "granitemoe": _granitemoe,
-    "olmo": _made(_olmo, "olmo"),
+    "olmo": made_of(_olmo, "olmo"),
     "olmo2": _olmo2,
-    "olmoe": _made(_rms_with_experts, "olmoe", norm_topk_prob=False),
-    "smollm3": _made(
-        _rms, "smollm3", _NO_WINDOW, _BIAS,
+    "olmoe": made_of(_rms_with_experts, "olmoe", norm_topk_prob=False),
+    "smollm3": made_of(
+        rms, "smollm3", _NO_WINDOW, BIAS,
         no_rope_layers=lambda facts: [int((layer + 1) % 4 != 0) for layer in range(facts.layers)],
     ),
-    "command-r": _made(
-        _layer_norm, "cohere", _BIAS, logit_scale=_one("logit_scale"), use_qk_norm=_has("attn_q_norm.weight")
+    "command-r": made_of(
+        layer_norm, "cohere", BIAS, logit_scale=factor("logit_scale"), use_qk_norm=has("attn_q_norm.weight")
     ),
-    "cohere2": _made(
-        lambda facts: _layer_norm(facts) | _windows(facts, 4), "cohere2", _BIAS, logit_scale=_one("logit_scale")
+    "cohere2": made_of(
+        lambda facts: layer_norm(facts) | windows(facts, 4), "cohere2", BIAS, logit_scale=factor("logit_scale")
     ),
-    "nemotron": _made(_nemotron, "nemotron", _BIAS, _MLP_BIAS, hidden_act="relu2"),
-    "glm4": _made(_rms, "glm4", _BIAS),
-    "arcee": _made(_rms, "arcee", hidden_act="relu2"),
-    "seed_oss": _made(
-        _rms, "seed_oss", attention_bias=_has("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-        attention_out_bias=_has("attn_output.bias"), residual_dropout=0.0,
+    "nemotron": made_of(_nemotron, "nemotron", BIAS, MLP_BIAS, hidden_act="relu2"),
+    "glm4": made_of(rms, "glm4", BIAS),
+    "arcee": made_of(rms, "arcee", hidden_act="relu2"),
+    "seed_oss": made_of(
+        rms, "seed_oss", attention_bias=has("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+        attention_out_bias=has("attn_output.bias"), residual_dropout=0.0,
     ),
-    "gpt-oss": _made(_gpt_oss, "gpt_oss", attention_bias=True),
-    "exaone4": _made(_exaone4, "exaone4"),
-    "ernie4_5": _made(_rms, "ernie4_5", use_bias=_HAS_BIAS),
-    "hunyuan-dense": _made(_rms, "hunyuan_v1_dense", _BIAS),
-    "gptneox": _made(
-        _layer_norm, "gpt_neox", hidden_act="gelu", hidden_dropout=0.0, attention_bias=_has("attn_qkv.bias"),
+    "gpt-oss": made_of(_gpt_oss, "gpt_oss", attention_bias=True),
+    "exaone4": made_of(_exaone4, "exaone4"),
+    "ernie4_5": made_of(rms, "ernie4_5", use_bias=HAS_BIAS),
+    "hunyuan-dense": made_of(rms, "hunyuan_v1_dense", BIAS),
+    "gptneox": made_of(
+        layer_norm, "gpt_neox", hidden_act="gelu", hidden_dropout=0.0, attention_bias=has("attn_qkv.bias"),
         use_parallel_residual=lambda facts: facts.keys.need("gptneox.use_parallel_residual", bool),
     ),
-    "falcon": _made(
+    "falcon": made_of(
         _falcon, "falcon", new_decoder_architecture=False, parallel_attn=True, alibi=False, hidden_dropout=0.0,
-        bias=_has("attn_qkv.bias", "ffn_up.bias"),
+        bias=has("attn_qkv.bias", "ffn_up.bias"),
     ),
-    "lfm2": _made(_lfm2, "lfm2", block_auto_adjust_ff_dim=False, conv_bias=_has("shortconv.in_proj.bias")),
+    "glm4moe": made_of(_routed, "glm4_moe", BIAS, use_qk_norm=has("attn_q_norm.weight")),
+    "dots1": made_of(_routed, "dots1", BIAS, sliding_window=None),
+    "exaone-moe": _exaone_moe,
+    "ernie4_5-moe": _ernie_moe,
+    "hunyuan-moe": _hunyuan_moe,
+    "minimax-m2": _minimax,
+    "afmoe": _afmoe,
+    "mistral3": _mistral3,
+    "jais2": made_of(layer_norm, "jais2", BIAS, MLP_BIAS),
+    **HYBRIDS,
 }  # fmt: skip
 """What makes the config of each architecture, by llama.cpp's names."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeep.models.gguf.facts import reason
 from kvkeep.models.gguf.model import GgufModel, read_model
-from kvkeep.models.gguf.tensors import CONFIGURING
+from kvkeep.models.gguf.tensors import CONFIGURING, GgufTensor
 
 _OTHERS = ("use_cache", "initializer_range", "pretraining_tp", "transformers_version", "dtype")
 """Settings of a config that no file states."""
@@ -24,14 +24,17 @@ def explain(file: Path, pre: str | None = None) -> dict[str, Any]:
     """
     model = read_model(file, pre)
     tokenizer, facts, keys = _tokenizer(model), model.facts, model.facts.keys
-    weights = {part.name: weight for weight in model.tensors.values() for part in weight.parts}
+    weights = dict[str, list[GgufTensor]]()
+    for weight in model.tensors.values():
+        for part in weight.parts:
+            weights.setdefault(part.name, []).append(weight)
     tensors = []
     for name, stored in facts.tensors.items():
         shown: dict[str, Any] = {"name": name, "kind": stored.kind, "shape": stored.shape}
-        weight = weights.get(name)  # the others configure the model
-        became = CONFIGURING[name] if weight is None else weight.to
-        memory = "" if weight is None else stored.kind if weight.packs else "BF16"
-        tensors.append(shown | {"became": became, "in_memory": memory})
+        holds = weights.get(name, [])
+        became = " and ".join(one.to for one in holds) or CONFIGURING.get(name, "nothing: a layer that drafts")
+        memory = sorted({stored.kind if one.packs else "BF16" for one in holds})
+        tensors.append(shown | {"became": became, "in_memory": ", ".join(memory)})
 
     def used(key: str) -> str | None:
         return "read" if key in keys.read else reason(key, facts.architecture)

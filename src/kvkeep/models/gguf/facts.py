@@ -23,6 +23,9 @@ _SHOWN = 60
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
 MAX_LAYERS = 10_000
 MAX_HEAD_DIM = MAX_EXPERTS = 65_536
+DRAFTING = ("exaone-moe", "glm4moe", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next")
+"""Architectures whose last layers may predict tokens behind the next one; kvkeep reads none of these layers."""
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 class FileKeys:
@@ -114,6 +117,10 @@ class Facts:
         """Return a whole number; ``default`` if the file does not state it."""
         return self.keys.get(f"{self.architecture}.{key}", int, default)
 
+    def flag(self, key: str, default: bool) -> bool:
+        """Return whether the file states ``key``; ``default`` if it does not."""
+        return bool(self.keys.get(f"{self.architecture}.{key}", bool, default))
+
     def text(self, key: str, default: str | None = None) -> Any:
         """Return a text; ``default`` if the file does not state it."""
         return self.keys.get(f"{self.architecture}.{key}", str, default)
@@ -127,7 +134,21 @@ class Facts:
         """Return a whole number for each layer. Raises ModelError if the file states none and there is no default."""
         if default is None and f"{self.architecture}.{key}" not in self.keys:
             self.need(key)
-        return self.keys.several(f"{self.architecture}.{key}", self.layers, int, default)
+        return self.keys.several(f"{self.architecture}.{key}", self._blocks, int, default)[: self.layers]
+
+    def kinds(self, key: str, period: str, default: int) -> list[bool]:
+        """Return whether ``key`` holds for each layer; without it, whether the layer is none of each ``period``-th."""
+        name = f"{self.architecture}.{key}"
+        every = self.count(period, default)
+        if every <= 0:
+            raise self.keys.damaged(f"its {self.architecture}.{period} is {every}")
+        if name not in self.keys:
+            return [(layer + 1) % every != 0 for layer in range(self.layers)]
+        return self.flags(key)
+
+    def flags(self, key: str) -> list[bool]:
+        """Return whether ``key`` holds for each layer. Raises ModelError unless the file states it."""
+        return self.keys.several(f"{self.architecture}.{key}", self._blocks, bool)[: self.layers]
 
     def same(self, key: str, default: int | None = None) -> int:
         """Return a whole number that is the same for all layers. Raises UnsupportedModelError if layers differ."""
@@ -156,11 +177,24 @@ class Facts:
         """Return the values of a tensor, float32."""
         return values(self.tensors[name])
 
-    @cached_property
+    @property
     def layers(self) -> int:
-        """The number of layers. Raises ModelError unless the tensors are of as many."""
+        """The number of layers that compute an answer. Raises as :meth:`drafts`."""
+        drafting = self.count("nextn_predict_layers", 0) if self.architecture in DRAFTING else 0
+        if not 0 <= drafting < self._blocks:
+            raise self.keys.damaged(f"it states {str(drafting)[:20]} of its {self._blocks} layers for drafts")
+        return int(self._blocks - drafting)
+
+    def drafts(self, name: str) -> bool:
+        """Return whether a tensor is of one of the last layers of :data:`DRAFTING`, which change no answer. Raises
+        ModelError unless the tensors are of as many layers as the file states."""
+        match = _LAYER.match(name)
+        return match is not None and int(match[1]) >= self.layers
+
+    @cached_property
+    def _blocks(self) -> int:
         stated = self.need("block_count")
-        numbered = [match for name in self.tensors if (match := re.match(r"blk\.(\d+)\.", name))]
+        numbered = [match for name in self.tensors if (match := _LAYER.match(name))]
         there = 1 + max((int(match[1]) for match in numbered), default=-1)
         if not 0 < stated <= MAX_LAYERS or there != stated:
             raise self.keys.damaged(f"it states {str(stated)[:20]} layers and has the tensors of {there}")

@@ -12,7 +12,10 @@ FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _THETA = 10_000.0
 """llama.cpp's base where a file states none."""
-_PARTIAL = ("glm4", "gptneox", "nemotron", "phi2", "phi3", "stablelm")
+_PARTIAL = (
+    "glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3", "qwen35", "qwen35moe", "qwen3next",
+    "stablelm",
+)  # fmt: skip
 """Architectures whose models in transformers rotate a part of each head if the config says so; others rotate all."""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.gguf.architectures import ARCHITECTURES, AS_STORED, GATE_AND_UP, Architecture, Change
+from kvkeep.models.gguf.architectures import ARCHITECTURES, AS_STORED, Architecture, Change
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.header import FileTensor, stored_bytes, values
 from kvkeep.models.gguf.rope import FACTORS, LONG, SHORT
@@ -45,29 +45,30 @@ class GgufTensor:
         blocks = Blocks(part.kind, torch.from_numpy(stored_bytes(part, 0, part.size)).view(count, -1))
         if self.change is AS_STORED or self.change.order is None:
             return blocks
-        return blocks[self.change.order(count)]
+        return replace(blocks[self.change.order(count)], columns=self.change.columns)
 
 
 def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
     """Return the weights of a file by the model's names. places: the names of matrices that may keep their blocks.
     Raises UnsupportedModelError for a tensor without a name in the model, or too many or too few for a weight."""
     architecture = ARCHITECTURES[facts.architecture]
-    changes: dict[tuple[str, str], Change] = {}  # those of an architecture read facts
+    changes: dict[tuple[str, str], tuple[Change, ...]] = {}  # those of an architecture read facts
     found: dict[str, list[FileTensor]] = {}
     changed: dict[str, Change] = {}
     for tensor in facts.tensors.values():
-        if tensor.name in CONFIGURING:
+        if tensor.name in CONFIGURING or facts.drafts(tensor.name):
             continue
-        to, stem, suffix = _name(tensor.name, architecture)
-        if to is None:
+        weights, stem, suffix = _names(tensor.name, architecture)
+        if not weights:
             raise UnsupportedModelError(
                 f"'{facts.keys.file}' has the tensor {tensor.name[:80]}, which kvkeep does not know in the "
                 f"architecture '{facts.architecture}'; without it the model would give other answers."
             )
         if (stem, suffix) not in changes:
-            changes[stem, suffix] = _change(facts, architecture, stem, suffix)
-        found.setdefault(to, []).append(tensor)
-        changed[to] = changes[stem, suffix]
+            changes[stem, suffix] = _changes(facts, architecture, stem, suffix)
+        for weight, change in zip(weights, changes[stem, suffix], strict=True):
+            found.setdefault(weight, []).append(tensor)
+            changed[weight] = change
     made = {}
     for to, parts in found.items():
         if len(parts) != changed[to].parts:
@@ -79,9 +80,10 @@ def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
         if len(parts) > 1:
             order = [*architecture.layer]
             parts.sort(key=lambda part: order.index(part.name.split(".", 2)[2]))
-        blocks = all(part.kind in KINDS for part in parts)
-        packs = to in places and blocks and (changed[to].order is not None or changed[to] is GATE_AND_UP)
-        made[to] = GgufTensor(to, tuple(parts), changed[to], packs)
+        kinds, change = {part.kind for part in parts}, changed[to]
+        stays = change.order is not None or (change.joined and (len(kinds) == 1 or len(parts[0].shape) == 3))
+        packs = to in places and kinds <= {*KINDS} and stays
+        made[to] = GgufTensor(to, tuple(parts), change, packs)
     return made
 
 
@@ -89,20 +91,23 @@ CONFIGURING: Mapping[str, str] = dict.fromkeys((FACTORS, LONG, SHORT), "config: 
 """Tensors that are no weight of the model, and what they become."""
 
 
-def _name(name: str, architecture: Architecture) -> tuple[str | None, str, str]:
-    """Return the model's name of a file's tensor (None: it has none), its name in a layer, and its suffix."""
+def _names(name: str, architecture: Architecture) -> tuple[tuple[str, ...], str, str]:
+    """Return the model's names of what a file's tensor holds (none: the model has nothing of it), its name in a layer,
+    and its suffix."""
     match = _NAME.fullmatch(name)
     if match is None:
-        return None, name, ""
+        return (), name, ""
     layer, stem, suffix = match[1], match[2], match[3] or ""
     names, prefix = (architecture.top, "") if layer is None else (architecture.layer, f"{architecture.prefix}{layer}.")
     if (complete := names.get(stem + suffix)) is not None:
-        return prefix + complete, stem, suffix
-    return (prefix + names[stem] + suffix if stem in names and suffix else None), stem, suffix
+        several = (complete,) if isinstance(complete, str) else complete
+        return tuple(prefix + one for one in several), stem, suffix
+    return ((f"{prefix}{names[stem]}{suffix}",) if stem in names and suffix else ()), stem, suffix
 
 
-def _change(facts: Facts, architecture: Architecture, stem: str, suffix: str) -> Change:
+def _changes(facts: Facts, architecture: Architecture, stem: str, suffix: str) -> tuple[Change, ...]:
     made = architecture.changes.get(stem + suffix) or architecture.changes.get(stem)
     if made is None:
-        return architecture.norms if _NORM.fullmatch(stem + suffix) else AS_STORED
-    return made if isinstance(made, Change) else made(facts)
+        return (architecture.norms if _NORM.fullmatch(stem + suffix) else AS_STORED,)
+    changes = made if isinstance(made, Change) else made(facts)
+    return (changes,) if isinstance(changes, Change) else changes
