@@ -40,6 +40,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_WINDOWS, global_head_dim=16, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
     ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **_WINDOWS, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
     "qwen3_next": lambda: hf.Qwen3NextConfig(
         **_EXPERTS | {"layer_types": ["linear_attention", "full_attention"] * 2}, head_dim=16, num_experts=4,
         shared_expert_intermediate_size=24, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,

@@ -240,7 +240,7 @@ class ReconstructionReader(Rehearsal):
     def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Return attention over all entries and the new ones, and score the entries by it."""
         past = (segment for _, segment in self.past_segments(layer, step))
-        output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, origin=layer.origin)
+        output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, step.sinks, layer.origin)
         self.score(layer, step, lse)
         if self.hook is not None:
             self.hook.attended(layer, step)
@@ -252,7 +252,7 @@ class ReconstructionReader(Rehearsal):
         if start or stop < layer.length:
             spans = [(0, min(self.sinks, start)), self.piece]
             compared = (segment for _, segment in self.past_segments(layer, step, spans))
-            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling)
+            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling, step.sinks)
         lse = layer.ledger.unpadded(lse, layer.heads)
         for piece, segment in self.past_segments(layer, step, [self.piece]):
             weights = received(step.query, segment, lse, step.scaling, None, "max")

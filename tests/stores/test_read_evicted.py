@@ -137,6 +137,9 @@ def test_all_attention_of_every_family_is_counted(family: str) -> None:
         _, _, slots, scores = layer.evicted.held
         assert bank.scores is not None
         total = bank.scores.masked_fill(bank.slots < 0, 0).sum(1) + scores.masked_fill(slots < 0, 0).sum(1)
+        if family == "gpt_oss":  # whose sinks take a part
+            assert bool((total < queries[layer.index] - 0.1).all()) and bool((total > queries[layer.index] / 4).all())
+            continue
         torch.testing.assert_close(total, torch.full_like(total, queries[layer.index]), atol=1e-3, rtol=1e-4)
 
 

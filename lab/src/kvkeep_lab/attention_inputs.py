@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.forward import attending, probing
 
 
@@ -62,6 +63,8 @@ class _Watcher:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
+        if getattr(module, "sinks", None) is not None:
+            raise UnsupportedModelError(f"'{type(module).__name__}' has sinks in its attention, and is not recorded.")
         heads = query.shape[1]
         output = F.scaled_dot_product_attention(
             query, grouped(key, heads), grouped(value, heads), mask, is_causal=mask is None, scale=scaling

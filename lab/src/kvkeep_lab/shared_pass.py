@@ -19,6 +19,7 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
 from kvkeep.step import native
+from kvkeep.step.sinks import sinks_of
 from kvkeep.stores.layer import Layer, ReadEvicted
 from kvkeep.stores.readers.backed import attended_exactly
 
@@ -149,12 +150,13 @@ def _attended(step: AttentionInputs, before: LayerPass | None) -> tuple[Tensor, 
     """Return attention of new tokens over those ``before`` and themselves, and the log-sum-exp of its scores."""
     past = [] if before is None else [Segment(before.key.transpose(0, 1), before.value.transpose(0, 1))]
     if native.can_attend(step.query, step.key, step.value):
-        return attend(step.query, [*past, step.arriving()], step.scaling)
+        return attend(step.query, [*past, step.arriving()], step.scaling, step.sinks)
     found = []  # without the kernel, scores take memory
     for start in range(0, step.new, _QUERIES):
         query, key, value = (part[:, :, start : start + _QUERIES] for part in (step.query, step.key, step.value))
         earlier = Segment(step.key[:, :, :start], step.value[:, :, :start])
-        found.append(attend(query, [*past, earlier, Segment(key, value, causal=True)], step.scaling))
+        sinks = sinks_of(step.module, query, value.shape[-1])
+        found.append(attend(query, [*past, earlier, Segment(key, value, causal=True)], step.scaling, sinks))
     outputs, sums = zip(*found, strict=True)
     return torch.cat(outputs, 2), torch.cat(sums, 2)
 
@@ -168,7 +170,7 @@ class _KnownAttention(ReadEvicted):
     def attend(self, layer: Layer, step: AttentionInputs) -> Tensor:
         lse, output = self.lse.view(step.query.shape[:3]), torch.empty(*step.query.shape[:3], step.value.shape[3])
         if type(layer.evicted).attended is not EvictedStore.attended:  # the store reads it
-            output = attend(step.query, [step.arriving()], step.scaling, origin=layer.origin)[0]
+            output = attend(step.query, [step.arriving()], step.scaling, step.sinks, layer.origin)[0]
         attended_exactly(layer, step, output, lse)
         layer.finish()
         return output

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.step.plan import Segment
+from kvkeep.step.sinks import sinks_of
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class AttentionInputs:
             dtype = next(self.module.parameters()).dtype
             keys, values = keys.dense(dtype)[:, None], values.dense(dtype)[:, None]
         return expand(keys, values)
+
+    @property
+    def sinks(self) -> tuple[Tensor, Tensor] | None:
+        """What attention begins with (:func:`sinks_of`)."""
+        return sinks_of(self.module, self.query, self.value.shape[-1])
 
     @property
     def latent(self) -> bool:

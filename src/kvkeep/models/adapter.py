@@ -296,6 +296,11 @@ def decoder_of(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", model)
 
 
+def has_sinks(decoder: Any) -> bool:
+    """Return whether attention has sinks (:func:`~kvkeep.step.sinks.sinks_of`)."""
+    return any(isinstance(getattr(module, "sinks", None), Tensor) for module in decoder.modules())
+
+
 def layers_of(decoder: Any) -> nn.ModuleList:
     """Return the list of decoder layers."""
     for name in ("layers", "h"):

@@ -26,10 +26,11 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.adapter import Adapter, decoder_of, layers_of
+from kvkeep.models.adapter import Adapter, decoder_of, has_sinks, layers_of
 from kvkeep.models.chunks import all_but_last_chunk, check_input
 from kvkeep.models.forward import Hooks, Reading, current_attender, current_probe, set_attender
 from kvkeep.models.same_text import PREPARE, prepare
+from kvkeep.step.sinks import attend_with_sinks
 
 NAME = "kvkeep"
 _CUT_QUERIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
@@ -52,11 +53,14 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers: streamed for a bounded cache, else SDPA."""
+    """The attention function registered with transformers: streamed for a bounded cache, else over all entries."""
     streamed = _streamed_uncompiled if torch.compiler.is_compiling() else _streamed
     output = streamed(module, query, key, value, attention_mask, scaling, kwargs)
     if output is not None:
         return output, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (output := attend_with_sinks(module, query, key, value, attention_mask, scale)) is not None:
+        return output.transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
@@ -74,12 +78,14 @@ def _streamed(
     layer_idx = getattr(module, "layer_idx", None)
     if attender is None or layer_idx is None or not attender.attends(layer_idx):
         return None
-    for unsupported in ("softcap", "s_aux", "position_bias"):
-        if given.get(unsupported) is not None:
-            raise UnsupportedModelError(
-                f"'{type(module).__name__}' uses '{unsupported}' in its attention, which bounded caches do not "
-                "support; use method 'full'."
-            )
+    sinks = given.get("s_aux")
+    unsupported = [name for name in ("softcap", "position_bias") if given.get(name) is not None]
+    unsupported += ["s_aux"] if sinks is not None and sinks is not getattr(module, "sinks", None) else []
+    for name in unsupported:
+        raise UnsupportedModelError(
+            f"'{type(module).__name__}' uses '{name}' in its attention, which bounded caches do not support; use "
+            "method 'full'."
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = attender.attend(module, query, key, value, mask, scale)
     return None if output is None else output.transpose(1, 2).contiguous()
@@ -163,6 +169,7 @@ class Binding:
         if (reason := _unstreamable(model, self.decoder)) is not None:
             raise UnsupportedModelError(f"'{model.config.model_type}' {reason}; use method 'full'.")
         handles: list[RemovableHandle] = []
+        before = model.config._attn_implementation
         try:
             model.set_attn_implementation(NAME)
             if model.config._attn_implementation != NAME:
@@ -176,7 +183,7 @@ class Binding:
         except BaseException:
             for handle in handles:
                 handle.remove()
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(before)
             raise
         for module in adapter.recurrent.values():
             if not isinstance(module.forward, Replacement):  # an interrupt may have left some
@@ -187,7 +194,8 @@ class Binding:
 
 def _unstreamable(model: Any, decoder: nn.Module) -> str | None:
     """Return why the attention of ``model`` cannot be streamed; None if nothing is known against it."""
-    if (before := model.config._attn_implementation) not in ("sdpa", NAME):
+    known = ("sdpa", NAME, "eager") if has_sinks(decoder) else ("sdpa", NAME)
+    if (before := model.config._attn_implementation) not in known:
         return (
             f"runs '{before}' attention, and bounded caches need 'sdpa': load the model with "
             "attn_implementation='sdpa', or if it does not support that"

@@ -24,6 +24,7 @@ from kvkeep.passes.stream import MAX_PLANNED, CacheStream
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep, Writes
+from kvkeep.step.sinks import attend_with_sinks
 
 T = TypeVar("T")
 
@@ -243,6 +244,8 @@ class ForwardHooks:
         output: Tensor | None = None
         if stream.attends(layer.index):
             output = stream.attend(module, query, keys, values, mask, scaling)
+        if output is None:
+            output = attend_with_sinks(module, query, keys, values, mask, scaling)
         if output is None:
             output = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
         return output

@@ -33,6 +33,7 @@ from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
 from kvkeep.step import native
 from kvkeep.step.plan import LayerStep
+from kvkeep.step.sinks import sinks_of
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.layer_group import LayerGroup
 
@@ -78,7 +79,7 @@ class CacheStream:
         sources = [layer.source for layer in geometry.layers]
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
-        self._latent = made.latent
+        self._latent, self._sinks = made.latent, made.sinks
         self.disk = DiskChecks(partial(_rows_on_disk, made))
         self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = self._read = 0
@@ -238,7 +239,7 @@ class CacheStream:
         take the next rows, and if so many queries do not read the entries of a long text again and again. wrote: says
         whether a step has written its entry, if the pass is not completed."""
         before, self._groups, self._steps, self._wrote = self._groups, [], {}, wrote
-        if not self._plannable or self._latent:
+        if not self._plannable or self._latent or self._sinks:
             return {}
         if count > 1:
             if self.streams or not self.exact or count > MAX_PLANNED or count * self.length > MAX_READS:
@@ -349,7 +350,7 @@ class CacheStream:
         if self.attends_to_pieces(source):
             pieces = layer.pieces()
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
-        output = native.attend_all(query, pieces, mask, scaling, start, self.first)
+        output = None if self._sinks else native.attend_all(query, pieces, mask, scaling, start, self.first)
         if output is not None or mask is not None or not self.masks_itself:
             return output
         if self.attends_to_pieces(source):  # queries of another type
@@ -359,7 +360,7 @@ class CacheStream:
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]
         if self.first is not None:
             seen = seen & (slots + start >= self.first[:, None])[:, None, None]
-        return attend(query, [Segment(key, value, seen)], scaling)[0]
+        return attend(query, [Segment(key, value, seen)], scaling, sinks_of(module, query, value.shape[-1]))[0]
 
     def _attend_streamed(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float

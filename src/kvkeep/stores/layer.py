@@ -286,7 +286,7 @@ class ReadEvicted(Reader):
         """Attend to the settled entries in one call of the library, and let the selector and the store learn. None
         where some of them are masked or temporary, or where the library cannot read them."""
         store, resident = layer.evicted, layer.resident
-        if step.mask is not None or step.latent or layer.ledger.visible is not None:
+        if step.mask is not None or step.latent or step.sinks is not None or layer.ledger.visible is not None:
             return None
         resident_spans, evicted = resident.spans(), store.spans()
         if not resident_spans or evicted is None:
@@ -319,7 +319,7 @@ class ReadEvicted(Reader):
             evicted = list(evicted)  # the store uses the pieces again after the attention
         complete = store.listens or store.merges or not store.keeps
         one_bank = len(resident_segments) == 1 and resident_segments[0].lanes is None
-        if settled and step.queries == 1 and complete and one_bank and resident.observes:
+        if settled and step.queries == 1 and complete and one_bank and resident.observes and step.sinks is None:
             found = attend_scored(step.query, [*evicted, *resident_segments], step.scaling, resident.selector.reduce)
             output, (*others, weights) = found
             resident.learn(weights)
@@ -327,7 +327,8 @@ class ReadEvicted(Reader):
                 store.observe(others, 1, resident)
             return output
         new = () if settled else (step.arriving(),)
-        output, lse = attend(step.query, chain(evicted, resident_segments, new), step.scaling, origin=layer.origin)
+        segments = chain(evicted, resident_segments, new)
+        output, lse = attend(step.query, segments, step.scaling, step.sinks, layer.origin)
         resident.observe(step, lse, resident_segments, None if settled else layer.pending, layer.length)
         if store.listens:
             observe_evicted(layer, step, lse, evicted)

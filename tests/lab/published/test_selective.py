@@ -67,8 +67,13 @@ def watched() -> Iterator[list[Call]]:
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             seen, real = seen & visible, visible[..., -queries:].squeeze(1)
         scores = torch.einsum("lhqd,lsd->lhqs", asked.query.double(), keys) * asked.scaling
-        left = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(taken[:, None, None], 0).sum(-1)
-        own = scores.masked_fill(~(seen & taken[:, None, None]), float("-inf")).softmax(-1)
+        sinks = [] if asked.sinks is None else [asked.sinks[1][..., None].double()]
+
+        def weights(seen: Tensor) -> Tensor:
+            return torch.cat([scores.masked_fill(~seen, float("-inf")), *sinks], -1).softmax(-1)[..., :total]
+
+        left = weights(seen).masked_fill(taken[:, None, None], 0).sum(-1)
+        own = weights(seen & taken[:, None, None])
         keep = real.expand(left.shape)
         error = (output.double() - torch.einsum("lhqs,lsd->lhqd", own, values)).abs()[keep].max()
         calls.append(Call(layer.index, float(left[keep].max()), bound, taken, float(error)))

@@ -72,7 +72,7 @@ class LookaheadPass(Rehearsal):
             return self._differentiable(layer, step)
         resident, wide = layer.resident, step.wide(layer.length)
         segments = [layer.segment(piece, step, wide) for piece in resident.pieces()]
-        output, lse = attend(step.query, [*segments, step.arriving()], step.scaling, origin=layer.origin)
+        output, lse = attend(step.query, [*segments, step.arriving()], step.scaling, step.sinks, layer.origin)
         lse = layer.ledger.unpadded(lse, layer.heads)
         self.received = [received(step.query, segment, lse, step.scaling) for segment in segments]
         return output
@@ -86,14 +86,16 @@ class LookaheadPass(Rehearsal):
             query, key, value = bank.of(step.query), bank.of(new.key), bank.of(new.value)
             mask = new.mask if new.mask is None or len(new.mask) == 1 else bank.of(new.mask)
             new_scores = _scores(query, key, mask, new.causal, step.scaling)
+            sinks = () if step.sinks is None else (bank.of(step.sinks[1])[..., None],)
             if not bank.used:
-                parts.append(new_scores.softmax(-1).to(value.dtype) @ value)
+                weights = torch.cat([new_scores, *sinks], -1).softmax(-1)[..., : step.new]
+                parts.append(weights.to(value.dtype) @ value)
                 continue
             piece = next(pieces)
             self.leaves.append(piece.keys[:, 0].detach().requires_grad_())
             past = layer.segment(piece._replace(keys=self.leaves[-1][:, None]), step, wide)
             scores = _scores(query, past.key, past.mask, False, step.scaling)
-            weights = torch.cat([scores, new_scores], -1).softmax(-1)
+            weights = torch.cat([scores, new_scores, *sinks], -1).softmax(-1)[..., : bank.used + step.new]
             parts.append(weights.to(value.dtype) @ torch.cat([past.value, value], 2))
             heard = weights[..., : bank.used].detach()
             if visible is not None:

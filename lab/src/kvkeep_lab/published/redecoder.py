@@ -116,7 +116,9 @@ class _Again:
     ) -> Tensor:
         step = AttentionInputs.of(module, query, key, value, None, scaling, self.layer.heads, True, True)
         segments = [self.layer.segment(piece, step, self.past) for piece in self.layer.resident.pieces()]
-        return step.unfolded(attend(step.query, [*segments, Segment(step.key, step.value, self.mutual)], scaling)[0])
+        return step.unfolded(
+            attend(step.query, [*segments, Segment(step.key, step.value, self.mutual)], scaling, step.sinks)[0]
+        )
 
     def settle(self, limit: int) -> None:
         """Restore the new entries to the lanes that evicted them, up to the available space."""

@@ -92,7 +92,7 @@ class Selective(Backed):
             recalled = ~resident.resident_slots()
             recalled[:, : self.first] = False
             past = self.segments(layer, step, recalled, wide)
-            output, lse = attend(step.query, chain(near, past), step.scaling)
+            output, lse = attend(step.query, chain(near, past), step.scaling, step.sinks)
         if lost:
             self._note(1.0)  # attention to lost entries has no bound
         evicted: list[Segment] = []
@@ -116,7 +116,7 @@ class Selective(Backed):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attend over ``near`` and the recalled entries; note the bound on the rest. Return output, log-sum-exp, and
         the recalled slots, (lanes, slots) bool, or None."""
-        output, lse = attend(step.query, near, step.scaling)
+        output, lse = attend(step.query, near, step.scaling, step.sinks)
         there = self._away_by_page(layer)
         if there is None:
             return output, lse, None

@@ -19,7 +19,8 @@ class LargestOfText(ReconstructionReader):
 
     def of_text(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Return the log-sum-exp over the text, without the repetition."""
-        return attend(step.query, (segment for _, segment in self.past_segments(layer, step)), step.scaling)[1]
+        past = (segment for _, segment in self.past_segments(layer, step))
+        return attend(step.query, past, step.scaling, step.sinks)[1]
 
 
 class RootMeanSquare(LargestOfText):

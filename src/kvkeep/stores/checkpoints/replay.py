@@ -89,7 +89,7 @@ class _Scratch:
         origin = torch.tensor([-low]) if low else None
         if self.visible is not None:
             origin = self.visible.int().argmax(1).repeat_interleave(self.heads) - low
-        return step.unfolded(attend(step.query, segments, scaling, origin=origin)[0])
+        return step.unfolded(attend(step.query, segments, scaling, step.sinks, origin)[0])
 
     def _mask(self, first_query: int, queries: int, start: int, stop: int) -> Tensor | None:
         """Return which of the slots ``start``..``stop`` the queries at slots ``first_query``.. see, (lanes or 1, 1,

@@ -87,7 +87,7 @@ class Backed(Reader):
             if layer.pending is not None:
                 yield step.arriving()
 
-        return attend(step.query, segments(), step.scaling, origin=layer.origin)
+        return attend(step.query, segments(), step.scaling, step.sinks, layer.origin)
 
     def attend_exactly(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Attend to all entries, let the selector and the store learn the attention, and settle the new entries."""
@@ -207,7 +207,7 @@ class DraftAndVerify(ReadCheckpoint):
         segments = [layer.segment(bank.piece(self.waiting), step, None) for bank in banks]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         segments += [layer.segment(piece, step, None) for piece in evicted]
-        return attend(step.query, segments, step.scaling)[0]
+        return attend(step.query, segments, step.scaling, step.sinks)[0]
 
     def _put_in_tail(self, layer: Layer) -> None:
         """Put the pending entries into the tail of the banks, behind those that wait there."""

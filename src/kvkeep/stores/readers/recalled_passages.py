@@ -79,7 +79,7 @@ class RecalledPassages(ReadEvicted):
         near += [layer.segment(piece, step, None) for piece in layer.resident.pieces(ordered=False)]
         if not settled:
             near.append(step.arriving())
-        output, _ = attend(step.query, near, step.scaling)
+        output, _ = attend(step.query, near, step.scaling, step.sinks)
         if step.last:
             layer.finish()
         return output
