@@ -8,9 +8,11 @@ pass reads each matrix once, and a step reads only those that it needs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +22,73 @@ from kvkeep.models.packed import Blocks, Packed, quantised
 from kvkeep.native.library import kernels
 from kvkeep.native.structures import KIND_NUMBERS, PANEL_OUTPUTS, KvMatrix, address_of, array
 
-GATES, DOWN = "gate_up_proj", "down_proj"
-"""The parameters of a layer's experts: gates and ups (experts, 2 * inner, hidden), and (experts, hidden, inner)."""
+GATES, UPS, DOWN = "gate_up_proj", "up_proj", "down_proj"
+"""The parameters of a layer's experts: gates and ups (experts, 2 * inner, hidden), or only ups, and (experts, hidden,
+inner)."""
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """How transformers holds the matrices of a layer's experts."""
+
+    first: str
+    """The name of the first matrices: :data:`GATES`, or :data:`UPS` for experts without gates."""
+    transposed: bool
+    """Whether inputs come before outputs, and each gate before its up (gpt-oss)."""
+    biases: bool
+    """Whether outputs have biases."""
+
+    @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of the matrices."""
+        return self.first, DOWN
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all parameters."""
+        return {*self.matrices, *(f"{one}_bias" for one in self.matrices if self.biases)}
+
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape (experts, outputs, inputs) of matrices whose shape is ``stored`` in transformers."""
+        total, outputs, inputs = stored
+        return (total, inputs, outputs) if self.transposed else (total, outputs, inputs)
+
+    def rows(self, name: str, weight: Tensor) -> Tensor:
+        """Return the matrices of a parameter, (experts, outputs, inputs), all gates before all ups; or its biases,
+        (experts, outputs)."""
+        if not self.transposed:
+            return weight
+        weight = weight.transpose(1, -1) if weight.ndim == 3 else weight
+        return torch.cat((weight[:, ::2], weight[:, 1::2]), 1) if name.startswith(GATES) else weight
+
+
+class Experts(NamedTuple):
+    """The experts of one layer in transformers."""
+
+    module: Any
+    form: ExpertForm
 
 
 class PackedExperts(nn.Module):
-    """The experts of one layer. gates: matrices whose outputs are gates and then ups, in one matrix or in two. Each has
-    the rows of all experts, one after the other."""
+    """The experts of one layer. gates: matrices whose outputs are gates and then ups, in one matrix or in two, or only
+    ups. Each has the rows of all experts, one after the other."""
 
-    def __init__(self, experts: Any, gates: Sequence[Packed], down: Packed) -> None:
+    gates_bias: Tensor | None
+    """(experts, outputs of the gates and ups) bfloat16"""
+    down_bias: Tensor | None
+    """(experts, hidden) bfloat16"""
+
+    def __init__(self, experts: Experts, gates: Sequence[Packed], down: Packed) -> None:
         super().__init__()
-        self.num_experts, self.act_fn = int(experts.num_experts), experts.act_fn
+        module, self.form = experts
+        self.num_experts, self.act_fn = int(module.num_experts), getattr(module, "act_fn", None)
         self.gates, self.down = nn.ModuleList(gates), down
+        for name, of in zip(("gates_bias", "down_bias"), self.form.matrices, strict=True):
+            bias = getattr(module, f"{of}_bias").detach() if self.form.biases else None
+            made = None if bias is None else self.form.rows(of, bias).to(torch.bfloat16).contiguous()
+            self.register_buffer(name, made)
+        if self.form.transposed:
+            self._apply_gate = partial(type(module)._apply_gate, SimpleNamespace(**dict(_settings(module))))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of the chosen experts' outputs, (tokens, hidden). top_k_index, top_k_weights: the chosen
@@ -46,30 +103,43 @@ class PackedExperts(nn.Module):
         spans = [(expert, begin, end) for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))]
         spans = [one for one in spans if one[1] < one[2]]
         rows = hidden_states[tokens].to(torch.bfloat16)
-        gate, up = self._multiplied(self._gates(), rows, spans).chunk(2, -1)
-        found = self._multiplied([self.down], self.act_fn(gate) * up, spans)
+        inner = self._activated(self._multiplied(self._gates(), rows, spans, self.gates_bias))
+        found = self._multiplied([self.down], inner.to(torch.bfloat16), spans, self.down_bias)
         found = found * top_k_weights.flatten()[order, None]
         return torch.zeros_like(hidden_states).index_add_(0, tokens, found.to(hidden_states.dtype))
+
+    def _activated(self, outputs: Tensor) -> Tensor:
+        """Return what the second matrices multiply, (rows, inner), of the ``outputs`` of the first ones."""
+        if self.form.transposed:
+            return self._apply_gate(torch.stack(outputs.chunk(2, -1), -1).flatten(-2))
+        assert self.act_fn is not None
+        if self.form.first == UPS:
+            return self.act_fn(outputs)
+        gate, up = outputs.chunk(2, -1)
+        return self.act_fn(gate) * up
 
     def _gates(self) -> list[Packed]:
         return [one for one in self.gates if isinstance(one, Packed)]
 
-    def _multiplied(self, matrices: Sequence[Packed], rows: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    def _multiplied(
+        self, matrices: Sequence[Packed], rows: Tensor, spans: Sequence[tuple[int, int, int]], biases: Tensor | None
+    ) -> Tensor:
         """Return ``rows`` times their experts' parts of ``matrices``, side by side. spans: an expert, its first row and
-        the row behind its last one."""
+        the row behind its last one. biases: of all outputs, (experts, outputs)."""
         widths = [one.out_features // self.num_experts for one in matrices]
         stride, rows = sum(widths), rows.contiguous()
         out = torch.empty(len(rows), stride, dtype=torch.bfloat16, device=rows.device)
         for matrix, width, column in zip(matrices, widths, [0, *accumulate(widths)], strict=False):
             for expert, begin, end in spans:
+                bias = None if biases is None else biases[expert, column : column + width]
                 if matrix.native:
                     place = out.view(-1)[begin * stride + column : (end - 1) * stride + column + width]
                     struct = self.structs[matrix][expert]
-                    kernels().kvkeep_product(address_of(struct), rows[begin:end], None, place, stride)
+                    kernels().kvkeep_product(address_of(struct), rows[begin:end], bias, place, stride)
                 else:
                     part = Blocks(matrix.kind, matrix.data[expert * width : (expert + 1) * width].cpu())
                     out[begin:end, column : column + width] = nn.functional.linear(
-                        rows[begin:end], part.dense(rows.dtype).to(rows.device)
+                        rows[begin:end], part.dense(rows.dtype).to(rows.device), bias
                     )
         return out
 
@@ -103,14 +173,14 @@ def packed_experts(weights: Sequence[Tensor | Blocks], bits: int, count: int) ->
     return [Packed(one) for one in made]
 
 
-def experts_of(model: Any) -> dict[str, Any]:
-    """Return the modules of a model whose experts can be packed, by name: those of each kind, and with each setting,
-    are compared with their own forward."""
+def experts_of(model: Any) -> dict[str, Experts]:
+    """Return the experts of a model that can be packed, by module name: those of each kind, and with each setting, are
+    compared with their own forward."""
     found = {name: one for name, one in model.named_modules() if type(one).__name__.endswith("Experts")}
     kinds = {name: (type(one), _settings(one)) for name, one in found.items()}
     with torch.device("cpu"):  # transformers builds models on the meta device
-        agree = {kind: _agrees(found[name]) for kind, name in {kind: name for name, kind in kinds.items()}.items()}
-    return {name: one for name, one in found.items() if agree[kinds[name]]}
+        forms = {kind: _form(found[name]) for kind, name in {kind: name for name, kind in kinds.items()}.items()}
+    return {name: Experts(one, form) for name, one in found.items() if (form := forms[kinds[name]]) is not None}
 
 
 def _settings(module: Any) -> frozenset[tuple[str, Any]]:
@@ -118,14 +188,26 @@ def _settings(module: Any) -> frozenset[tuple[str, Any]]:
     return frozenset((name, one) for name, one in vars(module).items() if isinstance(one, int | float | str))
 
 
+def _form(experts: Any) -> ExpertForm | None:
+    """Return the form of experts that compute what :class:`PackedExperts` does; None: they compute something else."""
+    names = {name for name, _ in experts.named_parameters()}
+    first, biases = GATES if GATES in names else UPS, f"{DOWN}_bias" in names
+    for transposed in (False, True) if first == GATES else (False,):
+        form = ExpertForm(first, transposed, biases)
+        if names == form.names and _agrees(experts, form):
+            return form
+    return None
+
+
 @torch.no_grad()
-def _agrees(experts: Any) -> bool:
+def _agrees(experts: Any, form: ExpertForm) -> bool:
     """Return whether such experts compute what :class:`PackedExperts` does, by a few small ones."""
-    shapes = {name: tuple(one.shape) for name, one in experts.named_parameters()}
-    if {*shapes} != {GATES, DOWN} or len(shapes[GATES]) != 3 or len(shapes[DOWN]) != 3:
+    shapes = [tuple(getattr(experts, name).shape) for name in form.matrices]
+    if any(len(shape) != 3 for shape in shapes):
         return False
-    total, hidden, width = shapes[DOWN]
-    if shapes[GATES] != (total, 2 * width, hidden) or hidden % PANEL_OUTPUTS or width % PANEL_OUTPUTS:
+    (_, outputs, inputs), (_, hidden, width) = (form.shape(shape) for shape in shapes)
+    factor = 2 if form.first == GATES else 1
+    if (outputs, inputs) != (factor * width, hidden) or hidden % PANEL_OUTPUTS or width % PANEL_OUTPUTS:
         return False
     count, hidden, width = 3, 4 * PANEL_OUTPUTS, 2 * PANEL_OUTPUTS
     small: Any = object.__new__(type(experts))
@@ -134,12 +216,17 @@ def _agrees(experts: Any) -> bool:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.bfloat16) / 4
 
-    gates, down, x = random(count, 2 * width, hidden), random(count, hidden, width), random(5, hidden)
-    small.__dict__.update(experts.__dict__ | {"num_experts": count})
-    small.__dict__["_parameters"] = {GATES: nn.Parameter(gates), DOWN: nn.Parameter(down)}
-    chosen, weights = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]]), random(5, 2).abs()
+    sizes = {form.first: (count, factor * width, hidden), DOWN: (count, hidden, width)}
+    parameters = {name: nn.Parameter(random(*form.shape(shape))) for name, shape in sizes.items()}
+    if form.biases:
+        parameters |= {f"{name}_bias": nn.Parameter(random(count, shape[1])) for name, shape in sizes.items()}
+    small.__dict__.update(experts.__dict__ | {"num_experts": count, "_parameters": parameters})
+    x, chosen, weights = random(5, hidden), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]]), random(5, 2).abs()
     try:
-        packed = PackedExperts(small, packed_experts([gates], 16, count), packed_experts([down], 16, count)[0])
+        first, (down,) = (
+            packed_experts([form.rows(name, parameters[name].detach())], 16, count) for name in form.matrices
+        )
+        packed = PackedExperts(Experts(small, form), first, down)
         for scale in (1, 64):  # some limit what their gates return
             ours, wanted = (one(scale * x, chosen, weights) for one in (packed, partial(type(experts).forward, small)))
             if not bool((ours - wanted).float().abs().max() <= 0.03 * wanted.float().abs().max()):

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
-from kvkeep.models.experts import DOWN, GATES, PackedExperts, experts_of, packed_experts
+from kvkeep.models.experts import Experts, PackedExperts, experts_of, packed_experts
 from kvkeep.models.matrices import matrices, outer, packed_bits
 from kvkeep.models.packed import Blocks, Packed, PackedEmbedding, PackedLinear, quantised
 from kvkeep.native.library import trim_memory
@@ -45,7 +45,7 @@ class Packer(HfQuantizer):
         self.outer: set[str] = set()
         self.made: dict[str, PackedLinear] = {}
         """The packed matrices by module name."""
-        self.experts: dict[str, nn.Module] = {}
+        self.experts: dict[str, Experts] = {}
         self.of_experts: dict[str, list[Packed]] = {}
         """The packed matrices of experts, by the name of their parameter."""
         self.misshapen: set[str] = set()
@@ -55,14 +55,15 @@ class Packer(HfQuantizer):
         self.strict = model._keep_in_fp32_modules_strict
         if self.bits in (4, 8):  # these are rounded once, from the stored values
             exact = {f"{name}.weight$" for name in self.places}
-            exact |= {f"{name}.{one}$" for name in self.experts for one in (GATES, DOWN)}
+            exact |= {f"{name}.{one}$" for name, experts in self.experts.items() for one in experts.form.matrices}
             model._keep_in_fp32_modules_strict = {*self.strict, *exact}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether the parameter is a matrix to pack."""
         place, _, name = param_name.rpartition(".")
-        matrix = place in self.places if name == "weight" else place in self.experts
-        return param_name not in self.misshapen and matrix
+        experts = self.experts.get(place)
+        matrix = place in self.places if experts is None else name in experts.form.matrices
+        return param_name not in self.misshapen and matrix and (experts is not None or name == "weight")
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that receives each matrix."""
@@ -72,15 +73,19 @@ class Packer(HfQuantizer):
         """Pack and store the matrix ``name``, or those of experts; return whether it has the shape of ``expected``."""
         parts = [value] if isinstance(value, Tensor) else value
         place, _, attribute = name.rpartition(".")
-        if _shape(parts, expected) != tuple(expected.shape):
+        experts = self.experts.get(place)
+        blocks = isinstance(parts[0], Blocks)
+        shape = tuple(expected.shape) if experts is None or not blocks else experts.form.shape(expected.shape)
+        if _shape(parts, shape) != shape:
             self.misshapen.add(name)
             return False
         bits = packed_bits(self.bits or 16, place in self.outer)
-        if attribute == "weight":
+        if experts is None:
             first = parts[0]
             self.made[place] = PackedLinear(_joined(parts) if isinstance(first, Blocks) else quantised(first, bits))
         else:
-            self.of_experts[name] = packed_experts(parts, bits, len(expected))
+            rows = [one if isinstance(one, Blocks) else experts.form.rows(attribute, one) for one in parts]
+            self.of_experts[name] = packed_experts(rows, bits, len(expected))
         expected._is_hf_initialized = True  # type: ignore[attr-defined]
         trim_memory()
         return True
@@ -97,7 +102,8 @@ class Packer(HfQuantizer):
                 packed.bias = module.bias.detach().to(torch.bfloat16)  # type: ignore[operator]
             model.set_submodule(name, packed)
         for name, experts in self.experts.items():
-            made = [self.of_experts[key] for one in (GATES, DOWN) if (key := f"{name}.{one}") in self.of_experts]
+            keys = [f"{name}.{one}" for one in experts.form.matrices]
+            made = [self.of_experts[key] for key in keys if key in self.of_experts]
             if len(made) == 2:  # otherwise transformers reports what is missing
                 model.set_submodule(name, PackedExperts(experts, made[0], *made[1]))
         self.remove_quantization_config(model)
@@ -128,11 +134,11 @@ class Packer(HfQuantizer):
         return False
 
 
-def _shape(parts: Sequence[Tensor | Blocks], expected: Tensor) -> tuple[int, ...]:
+def _shape(parts: Sequence[Tensor | Blocks], expected: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a matrix of these parts; of experts, their rows are one after the other."""
     rows = sum(part.shape[0] for part in parts)
-    if expected.ndim == 3 and all(isinstance(part, Blocks) for part in parts) and rows % len(expected) == 0:
-        return (len(expected), rows // len(expected), parts[0].shape[1])
+    if len(expected) == 3 and all(isinstance(part, Blocks) for part in parts) and rows % expected[0] == 0:
+        return (expected[0], rows // expected[0], parts[0].shape[1])
     return (rows, *parts[0].shape[1:])
 
 

@@ -76,8 +76,11 @@ def weight_bytes(config: Any, made: Format, stored: GgufTensors = None) -> int:
     total = 0
     for name, weight in model.named_parameters():
         place, kind = name.removesuffix(".weight"), None
-        packs = place in places or name.rpartition(".")[0] in experts
-        if made.bits in QUANTISED and packs and weight.shape[-1] % GROUP == 0:
+        inputs, (of, _, last) = weight.shape[-1], name.rpartition(".")
+        packs = place in places
+        if of in experts and last in (form := experts[of].form).matrices:
+            packs, inputs = True, form.shape(weight.shape)[-1]
+        if made.bits in QUANTISED and packs and inputs % GROUP == 0:
             kind = KINDS[QUANTISED[packed_bits(made.bits, place in outside)]]
         total += _bytes(weight.numel(), 8 * weight.element_size(), kind)
     return total
