@@ -110,21 +110,35 @@ def _shapes(vocabulary: int, hidden: int, inner: int, experts: int) -> dict[str,
     return whole | {f"blk.0.{name}.weight": shape for name, shape in own.items()}
 
 
-def requantised(source: Path, path: Path, kind: str = "Q8_0") -> Path:
-    """Write the file ``source`` again, its matrices as blocks of ``kind``, and return ``path``."""
+def requantised(
+    source: Path,
+    path: Path,
+    kind: str = "Q8_0",
+    keys: Mapping[str, int] = MappingProxyType({}),
+    tensors: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+) -> Path:
+    """Write the file ``source`` again, its matrices as blocks of ``kind``, and return ``path``. keys, tensors: others,
+    or other values."""
     found = GGUFReader(source)
     stated = {name: field for name, field in found.fields.items() if not name.startswith("GGUF.")}
     writer = GGUFWriter(path, str(stated.pop("general.architecture").contents()))
+    for name, number in keys.items():
+        stated.pop(name, None)
+        writer.add_uint32(name, number)
     for name, field in stated.items():
         sub_type = field.types[1] if field.types[0] is GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)
     for tensor in found.tensors:
         values = numpy.array(tensor.data)
-        if values.ndim > 1 and values.shape[-1] % 32 == 0 and not re.search("norm|conv|gate_inp", tensor.name):
-            blocks = quantize(values, GGMLQuantizationType[kind])
-            writer.add_tensor(tensor.name, blocks, raw_dtype=GGMLQuantizationType[kind])
+        blocks = kind != "F32" and values.ndim > 1 and values.shape[-1] % 32 == 0
+        if blocks and not re.search("norm|conv|gate_inp", tensor.name):
+            writer.add_tensor(
+                tensor.name, quantize(values, GGMLQuantizationType[kind]), raw_dtype=GGMLQuantizationType[kind]
+            )
         else:
             writer.add_tensor(tensor.name, values)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -254,7 +254,7 @@ void hash_mamba2() {
   print("mamba 2", [](Hash& hash) {
     KvMamba2 space{};
     space.taps = 4; space.heads = 6; space.head_dim = 16; space.groups = 2; space.state_dim = 48; space.eps = 1e-5f;
-    space.least_step = 0.001f; space.most_step = 2;
+    space.smallest_step = 0.001f; space.greatest_step = 2;
     const int64_t inner = space.heads * space.head_dim, channels = inner + 2 * space.groups * space.state_dim;
     Array<float> conv(space.taps * channels), conv_bias(channels), norm(inner), rate(space.heads), bias(space.heads);
     Array<float> skip(space.heads);

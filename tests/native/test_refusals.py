@@ -626,7 +626,7 @@ class Mamba2:
         self.numbers = Numbers()
         self.struct = KvMamba2(
             taps=self.TAPS, heads=self.HEADS, head_dim=self.WIDTH, groups=2, state_dim=self.STATE, gate_first=1,
-            eps=1e-6, most_step=1.0,
+            eps=1e-6, greatest_step=1.0,
         )  # fmt: skip
         for name, size in (
             ("conv", self.TAPS * self.CHANNELS), ("conv_bias", self.CHANNELS), ("rate", self.HEADS),

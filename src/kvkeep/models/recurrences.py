@@ -205,8 +205,8 @@ class Mamba2(Scan):
             state_dim=module.ssm_state_size,
             gate_first=not getattr(module.norm, "norm_before_gate", False),
             eps=getattr(module.norm, "variance_epsilon", 0.0),
-            least_step=module.time_step_limit[0],
-            most_step=module.time_step_limit[1],
+            smallest_step=module.time_step_limit[0],
+            greatest_step=module.time_step_limit[1],
         )
         struct.kept = conv, conv_bias, rate, step_bias, skip, norm
         return struct

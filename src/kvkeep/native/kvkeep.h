@@ -137,8 +137,8 @@ typedef struct KvMamba2 { /* a state space of Mamba-2, without its projections *
   int64_t state_dim;      /* a multiple of 16 */
   int64_t gate_first;     /* whether the gate is applied before the norm, and not after it */
   float eps;              /* of the norm */
-  float least_step;       /* bounds of a step */
-  float most_step;
+  float smallest_step;    /* a step is not shorter */
+  float greatest_step;    /* and not longer */
 } KvMamba2;
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */

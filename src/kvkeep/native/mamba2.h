@@ -1,6 +1,6 @@
-// What a state space of Mamba-2 (Granite 4, Falcon-H1, Bamba, Nemotron-H; Dao and Gu, arXiv:2405.21060) computes between
-// its projections: a short convolution, the recurrence of its states, gate and norm of what it returns. Tokens follow
-// one another, so that no bit depends on how many a call has.
+// What a state space of Mamba-2 (Granite 4, Falcon-H1, Bamba, Nemotron-H; Dao and Gu, arXiv:2405.21060) computes
+// between its projections: a short convolution, the recurrence of its states, gate and norm of what it returns. Tokens
+// follow one another, so that no bit depends on how many a call has.
 #pragma once
 
 #include "recurrence.h"
@@ -75,7 +75,7 @@ static KvStatus mamba2(const KvMamba2* space, KvArray inputs, KvArray gate, KvAr
         const int64_t at = t * s.heads + h;
         const float raw = widen(numbers<bf16>(steps)[at]);
         float length = softplus1(raw + numbers<float>(s.step_bias)[h]);
-        length = length < s.least_step ? s.least_step : length > s.most_step ? s.most_step : length;
+        length = length < s.smallest_step ? s.smallest_step : length > s.greatest_step ? s.greatest_step : length;
         step[at] = raw == -__builtin_inff() ? 0.0f : length;
         kept[at] = exp1(-(numbers<float>(s.rate)[h] * step[at]));
       }

@@ -7,18 +7,21 @@ import lzma
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from gguf_files import requantised
 from oracle_files import RECORDS
 from torch import nn
 
-from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.experts import DOWN, GATES, PackedExperts
+from kvkeep.errors import ModelError, UnsupportedModelError
+from kvkeep.models.experts import DOWN, PackedExperts
+from kvkeep.models.gguf.explain import explain
 from kvkeep.models.gguf.model import read_model
 from kvkeep.models.loading import load
 from kvkeep.models.packed import PackedEmbedding, PackedLinear
 
+ONES = numpy.ones((32, 32), numpy.float32)
 pytestmark = pytest.mark.usefixtures("kernels")
 
 IDS: list[int] = json.loads((RECORDS / "models.json").read_text("utf-8"))["ids"]
@@ -33,7 +36,10 @@ def dense(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(module, PackedExperts):
         gates = [one.dense().unflatten(0, (module.num_experts, -1)) for one in module._gates()]
         down = module.down.dense().unflatten(0, (module.num_experts, -1))
-        return {f"{name}.{GATES}": torch.cat(gates, 1), f"{name}.{DOWN}": down}
+        first, form = torch.cat(gates, 1), module.form
+        if form.transposed:
+            first, down = torch.stack(first.chunk(2, 1), 2).flatten(1, 2).transpose(1, 2), down.transpose(1, 2)
+        return {f"{name}.{form.first}": first, f"{name}.{DOWN}": down}
     return {}
 
 
@@ -63,3 +69,38 @@ def test_packed_weights_are_those_of_the_file(name: str, tmp_path: Path) -> None
     with torch.no_grad():
         ours, wanted = (one(torch.tensor([IDS]), use_cache=False).logits.float() for one in (model, theirs))
     assert torch.cosine_similarity(ours, wanted, dim=-1).mean() > 0.99  # rounding may choose other experts
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "tensors"),
+    [
+        (
+            "glm4moe", {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1},
+            ("blk.2.attn_q.weight", "blk.2.nextn.eh_proj.weight"),
+        ),
+        ("gemma4", {}, ("blk.2.attn_k.weight", "blk.3.attn_v.weight")),
+    ],
+)  # fmt: skip
+def test_tensors_that_llama_cpp_does_not_use_change_nothing(
+    name: str, keys: dict[str, int], tensors: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Layers that draft, and keys of layers that use another's."""
+    plain = tmp_path / "plain.gguf"
+    plain.write_bytes(lzma.decompress((RECORDS / f"{name}.gguf.xz").read_bytes()))
+    more = requantised(plain, tmp_path / "more.gguf", "F32", keys, dict.fromkeys(tensors, ONES))
+    with torch.no_grad():
+        found, wanted = (
+            load(file, weights="float32", device="cpu").model(torch.tensor([IDS]), use_cache=False).logits
+            for file in (more, plain)
+        )
+    assert torch.equal(found, wanted)
+    unused = [one for one in explain(more)["tensors"] if one["became"].startswith("nothing: a layer")]
+    assert {one["name"] for one in unused} == {*tensors}
+
+
+def test_as_many_layers_that_draft_as_there_are_is_refused(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.gguf"
+    plain.write_bytes(lzma.decompress((RECORDS / "qwen3_5.gguf.xz").read_bytes()))
+    file = requantised(plain, tmp_path / "all.gguf", "F32", {"qwen35.nextn_predict_layers": 2})
+    with pytest.raises(ModelError, match="it states 2 of its 2 layers for drafts"):
+        load(file, device="cpu")

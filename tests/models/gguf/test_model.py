@@ -160,5 +160,5 @@ def test_the_names_of_architectures_are_llama_cpps() -> None:
 
 
 def test_the_documentation_lists_the_architectures() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "weights.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
     assert [name for name in ARCHITECTURES if f"`{name}`" not in page] == []

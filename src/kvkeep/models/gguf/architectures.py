@@ -26,8 +26,9 @@ class Change:
     values change, too."""
     parts: int = 1
     """The number of the file's tensors that form one of the model."""
-    joined: bool = False
-    """Whether the rows of these tensors follow one another in the model's, those of each expert by themselves."""
+    kept: bool = False
+    """Whether the library multiplies with these tensors as they lie in the file: the rows of several follow one
+    another, those of each expert by themselves."""
     columns: Tensor | None = None
     """The file's column of each column of the model, if the columns are in another order."""
 
@@ -73,7 +74,7 @@ def of_value_heads(facts: Facts, channels: bool = False, behind_keys: bool = Fal
     width = facts.need("ssm.inner_size") // max(values, 1) if channels else 1
     before = 2 * facts.need("ssm.group_count") * facts.need("ssm.state_size") if behind_keys else 0
     order = value_heads(facts, width, before)
-    return rows(lambda count: order)
+    return rows(lambda count: order if len(order) == count else torch.arange(count))  # of another shape: refused later
 
 
 AS_STORED = Change(lambda stored: stored[0], lambda rows: torch.arange(rows))
@@ -83,36 +84,42 @@ TRANSPOSED = Change(lambda stored: stored[0].T.contiguous())
 """transformers' Conv1D has inputs before outputs."""
 SHORT_CONVOLUTION = Change(lambda stored: stored[0][:, None])
 """(channels, kernel), with a dimension for groups in transformers."""
-GATE_AND_UP = Change(lambda stored: torch.cat(tuple(stored), 1), parts=2, joined=True)
+GATE_AND_UP = Change(lambda stored: torch.cat(tuple(stored), 1), parts=2, kept=True)
 """Experts' gates and ups, (experts, inner, width) each, joined in one matrix of each expert."""
-GATE_THEN_UP = Change(lambda stored: torch.cat(tuple(stored)), parts=2, joined=True)
+GATE_THEN_UP = Change(lambda stored: torch.cat(tuple(stored)), parts=2, kept=True)
 """A gate and an up, (inner, width) each, joined in one matrix."""
-EXPERTS_TRANSPOSED = Change(lambda stored: stored[0].transpose(1, 2).contiguous())
+EXPERTS_TRANSPOSED = Change(lambda stored: stored[0].transpose(1, 2).contiguous(), kept=True)
 INTERLEAVED = Change(lambda stored: torch.stack(tuple(stored), -1).flatten(-2), parts=2)
 """Gates and ups of biases, each gate before its up."""
 INTERLEAVED_TRANSPOSED = Change(
-    lambda stored: torch.stack([one.transpose(1, 2) for one in stored], -1).flatten(-2).contiguous(), parts=2
+    lambda stored: torch.stack([one.transpose(1, 2) for one in stored], -1).flatten(-2).contiguous(),
+    parts=2,
+    kept=True,
 )
 """The experts of gpt-oss: inputs before outputs, each gate before its up."""
-
-
 FLAT = Change(lambda stored: stored[0].flatten())
 LOGARITHM = Change(lambda stored: (-stored[0]).log().flatten())
 """The rates of states, less than 0; the model has their logarithms."""
-
-
 ONE_ROW = Change(lambda stored: stored[0].view(1, -1), lambda count: torch.arange(count))
 """A row of a matrix, which some converters write as a vector."""
 
 
 def _columns(order: Tensor) -> Change:
-    return Change(lambda stored: stored[0][:, order], lambda count: torch.arange(count), columns=order)
+    def values(stored: Sequence[Tensor]) -> Tensor:
+        return stored[0][:, order] if stored[0].shape[-1] == len(order) else stored[0]
+
+    return Change(values, lambda count: torch.arange(count), columns=order)
 
 
 def _half_of_each(facts: Facts, half: int) -> Callable[[int], Tensor]:
     """Return the rows of the first or the second half of each key head's rows."""
     keys = facts.need("ssm.group_count")
-    return lambda count: torch.arange(count).view(keys, 2, -1)[:, half].flatten()
+
+    def order(count: int) -> Tensor:
+        found = torch.arange(count)
+        return found if keys <= 0 or count % (2 * keys) else found.view(keys, 2, -1)[:, half].flatten()
+
+    return order
 
 
 def _then(change: Change, first: Change) -> Change:
@@ -203,6 +210,16 @@ TILED: dict[str, _Changes] = {
     ),
 }
 """Delta nets of Qwen 3.5, whose value heads are in another order."""
+JOINED_KEYS_AND_VALUES = Change(
+    lambda stored: torch.cat((stored[0].transpose(1, 2), stored[1]), 1).flatten(0, 1).contiguous(), parts=2
+)
+"""What makes keys and values of a latent vector: keys are (heads, latent, width) in the file."""
+LATENT = ATTENTION | {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_k_b.weight": "self_attn.kv_b_proj.weight", "attn_v_b.weight": "self_attn.kv_b_proj.weight",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}  # fmt: skip
 SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -249,6 +266,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(_LLAMA, norms=LESS_ONE),
     "gemma2": Architecture(_LLAMA | SANDWICH, norms=LESS_ONE),
     "gemma3": Architecture(_LLAMA | QK_NORMS | SANDWICH, norms=LESS_ONE),
+    "gemma4": Architecture(
+        _LLAMA | QK_NORMS | SANDWICH | {
+            "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm", "layer_output_scale.weight": "layer_scalar",
+        },
+        TOP | {
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+    ),
+    "deepseek2": Architecture(
+        LATENT | GATED | ROUTED,
+        changes=MIXED | dict.fromkeys(("attn_k_b.weight", "attn_v_b.weight"), JOINED_KEYS_AND_VALUES),
+    ),
     "phi3": Architecture(_LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "phi2": Architecture(
         ATTENTION | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},

@@ -12,9 +12,16 @@ Config = dict[str, Any]
 Make = Callable[[Facts], Config]
 
 
-def common(facts: Facts, layout: str = "", kv_heads: int | None = None, inner: int | None = None) -> Config:
+def common(
+    facts: Facts,
+    layout: str = "",
+    kv_heads: int | None = None,
+    inner: int | None = None,
+    turns: Config | None = None,
+) -> Config:
     """Return what nearly all architectures state. layout: the layout of tensors that the changes undo. kv_heads: the
-    key heads of layers with attention, and inner the width of their MLPs, where layers differ."""
+    key heads of layers with attention, and inner the width of their MLPs, where layers differ. turns: the rotary
+    embeddings of a part of each head; without it heads have one width, which is stated."""
     facts.expect("attention.causal", True, "runs only models whose tokens attend to earlier ones")
     facts.expect("tensor_data_layout", layout, "does not know that layout of tensors")
     return {
@@ -24,8 +31,8 @@ def common(facts: Facts, layout: str = "", kv_heads: int | None = None, inner: i
         "intermediate_size": facts.same("feed_forward_length") if inner is None else inner,
         "num_attention_heads": facts.heads,
         "num_key_value_heads": kv_heads or facts.same("attention.head_count_kv", facts.heads),
-        "head_dim": facts.head_dim,
-        "rope_parameters": rope(facts),
+        **({"head_dim": facts.head_dim} if turns is None else {}),
+        "rope_parameters": rope(facts) if turns is None else turns,
         "vocab_size": facts.vocabulary,
         "tie_word_embeddings": "output.weight" not in facts.tensors,
         "attention_dropout": 0.0,

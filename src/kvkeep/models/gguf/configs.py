@@ -28,7 +28,7 @@ from kvkeep.models.gguf.config_parts import (
 )
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.hybrid_configs import HYBRIDS
-from kvkeep.models.gguf.rope import positive
+from kvkeep.models.gguf.rope import FACTORS, positive, rope
 
 _NO_WINDOW = {"use_sliding_window": False}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
@@ -62,6 +62,73 @@ def _gemma3(facts: Facts) -> Config:
         "query_pre_attn_scalar": _query_scalar(facts, 62),
         "rope_parameters": _by_type(made, positive(facts, "rope.freq_base_swa", 10_000.0)),
     } | _GELU  # fmt: skip
+
+
+def _gemma4(facts: Facts) -> Config:
+    made, turned = common(facts, kv_heads=1, inner=1), facts.values(FACTORS).flatten()
+    sliding, wide = windows(facts, 6), facts.each("feed_forward_length")
+    heads = facts.each("attention.head_count_kv")
+    full = [layer for layer, kind in enumerate(sliding["layer_types"]) if kind == "full_attention"]
+    others = sorted({*range(facts.layers)} - {*full})
+    slid = facts.need("attention.key_length_swa")
+    facts.expect("attention.value_length_swa", slid, "reads only heads whose keys and values have one width")
+    facts.expect("rope.dimension_count_swa", slid, "rotates all elements of heads in sliding layers")
+    shared, parts = facts.count("attention.shared_kv_layers", 0), facts.count("embedding_length_per_layer_input", 0)
+    if not full or not others or len({heads[one] for one in full}) > 1 or len({heads[one] for one in others}) > 1:
+        raise facts.keys.damaged("its layers of one kind differ in their heads, or all are of one kind")
+    rotated, turns = int((turned == 1.0).sum()), made["rope_parameters"]["rope_theta"]
+    return made | sliding | {
+        "model_type": "gemma4_text",
+        "rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon"),
+        "head_dim": slid,
+        "num_key_value_heads": heads[others[0]],
+        "per_layer_config": {
+            layer: {"head_dim": facts.head_dim, "num_key_value_heads": heads[layer]} for layer in full
+        },
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in facts.tensors,
+        "intermediate_size": wide[0],
+        "use_double_wide_mlp": wide[-1] != wide[0],
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": parts,
+        "vocab_size_per_layer_input": facts.vocabulary,
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": turns, "partial_rotary_factor": rotated / len(turned),
+            },
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": positive(facts, "rope.freq_base_swa", 10_000.0),
+            },
+        },
+    } | _GELU  # fmt: skip
+
+
+def _deepseek2(facts: Facts) -> Config:
+    """Attention to latent vectors (DeepSeek V2 and V3, GLM 4.7 Flash)."""
+    rotated, keys = facts.need("rope.dimension_count"), facts.need("attention.key_length_mla")
+    for key in ("key_length", "value_length", "head_count_kv"):  # of the latent vectors
+        facts.count(f"attention.{key}")
+    turns = rope(facts, rotated)
+    if turns["rope_type"] == "yarn":
+        turns["mscale"] = turns["mscale_all_dim"] = 10 * facts.number("rope.scaling.yarn_log_multiplier", 0.0)
+        del turns["attention_factor"]
+    sigmoid = facts.count("expert_gating_func", 1) == 2
+    made = {
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        **common(facts, kv_heads=facts.heads, turns=turns),
+        **expert_counts(facts, "n_routed_experts"),
+        **routing(facts),
+        "rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon"),
+        "q_lora_rank": facts.count("attention.q_lora_rank") if facts.has("attn_q_a.weight") else None,
+        "kv_lora_rank": facts.need("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated,
+        "v_head_dim": facts.need("attention.value_length_mla"),
+        "n_shared_experts": facts.need("expert_shared_count"),
+        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
+        "moe_intermediate_size": facts.same("expert_feed_forward_length"),
+    }
+    return made if sigmoid else made | {"topk_method": "greedy" if made["n_group"] <= 1 else "group_limited_greedy"}
 
 
 def _query_scalar(facts: Facts, largest: int) -> int:
@@ -266,6 +333,8 @@ CONFIGS: Mapping[str, Make] = {
         query_pre_attn_scalar=lambda facts: _query_scalar(facts, 46),
     ),
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "deepseek2": _deepseek2,
     "phi3": made_of(_phi3, "phi3", resid_pdrop=0.0, embd_pdrop=0.0),
     "phi2": made_of(layer_norm, "phi", hidden_act="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0),
     "gpt2": made_of(_gpt2, "gpt2", activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),

@@ -32,7 +32,7 @@ def explain(file: Path, pre: str | None = None) -> dict[str, Any]:
     for name, stored in facts.tensors.items():
         shown: dict[str, Any] = {"name": name, "kind": stored.kind, "shape": stored.shape}
         holds = weights.get(name, [])
-        became = " and ".join(one.to for one in holds) or CONFIGURING.get(name, "nothing: a layer that drafts")
+        became = " and ".join(one.to for one in holds) or CONFIGURING.get(name, f"nothing: {facts.unused(name)}")
         memory = sorted({stored.kind if one.packs else "BF16" for one in holds})
         tensors.append(shown | {"became": became, "in_memory": ", ".join(memory)})
 

@@ -25,7 +25,7 @@ MAX_LAYERS = 10_000
 MAX_HEAD_DIM = MAX_EXPERTS = 65_536
 DRAFTING = ("exaone-moe", "glm4moe", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next")
 """Architectures whose last layers may predict tokens behind the next one; kvkeep reads none of these layers."""
-_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER, _KEYS = re.compile(r"blk\.(\d+)\."), re.compile(r"\.attn_(k|v|k_norm)\.weight$")
 
 
 class FileKeys:
@@ -179,17 +179,23 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """The number of layers that compute an answer. Raises as :meth:`drafts`."""
+        """The number of layers that compute an answer. Raises as :meth:`unused`."""
         drafting = self.count("nextn_predict_layers", 0) if self.architecture in DRAFTING else 0
         if not 0 <= drafting < self._blocks:
             raise self.keys.damaged(f"it states {str(drafting)[:20]} of its {self._blocks} layers for drafts")
         return int(self._blocks - drafting)
 
-    def drafts(self, name: str) -> bool:
-        """Return whether a tensor is of one of the last layers of :data:`DRAFTING`, which change no answer. Raises
-        ModelError unless the tensors are of as many layers as the file states."""
+    def unused(self, name: str) -> str | None:
+        """Return why llama.cpp uses a tensor for no answer; None: it uses it. Raises ModelError unless the tensors are
+        of as many layers as the file states."""
         match = _LAYER.match(name)
-        return match is not None and int(match[1]) >= self.layers
+        if match is None:
+            return None
+        layer, layers = int(match[1]), self.layers
+        if layer >= layers:
+            return "a layer that drafts tokens"
+        sharing = self.count("attention.shared_kv_layers", 0) if self.architecture == "gemma4" else 0
+        return "a layer with another's keys and values" if layer >= layers - sharing and _KEYS.search(name) else None
 
     @cached_property
     def _blocks(self) -> int:

@@ -91,7 +91,7 @@ def _nemotron_h(facts: Facts) -> Config:
         ],
         "layer_norm_epsilon": made.pop("rms_norm_eps"),
         "attention_bias": HAS_BIAS(facts),
-        "time_step_min": 0.0,
+        "time_step_min": 1e-30,  # transformers takes its logarithm
     }
     if not experts:
         return made

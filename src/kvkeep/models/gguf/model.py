@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import ModelError, UnsupportedModelError
-from kvkeep.models.experts import DOWN, GATES, experts_of
 from kvkeep.models.gguf.architectures import ARCHITECTURES
 from kvkeep.models.gguf.configs import CONFIGS
 from kvkeep.models.gguf.facts import OURS, Facts, FileKeys, check_read
 from kvkeep.models.gguf.header import read_header
-from kvkeep.models.gguf.tensors import GgufTensor, tensors_of
+from kvkeep.models.gguf.tensors import GgufTensor, packing_places, tensors_of
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.gguf.vocabulary import Vocabulary, vocabulary_of
-from kvkeep.models.matrices import built, matrices
+from kvkeep.models.matrices import built
 from kvkeep.models.silence import without_warnings
 
 SAMPLING: Mapping[str, tuple[str, type[Any]]] = {
@@ -66,9 +65,7 @@ class GgufModel:
     def tensors(self) -> Mapping[str, GgufTensor]:
         """The weights by the model's names. Raises UnsupportedModelError for a tensor that the model does not have."""
         model = built(self.config)
-        places = {f"{name}.weight" for name in matrices(model)}
-        places |= {f"{name}.{one}" for name in experts_of(model) for one in (GATES, DOWN)}
-        found, shapes = tensors_of(self.facts, places), model.state_dict()
+        found, shapes = tensors_of(self.facts, packing_places(model)), model.state_dict()
         for to, tensor in found.items():
             if to not in shapes:
                 raise UnsupportedModelError(

@@ -19,25 +19,27 @@ _PARTIAL = (
 """Architectures whose models in transformers rotate a part of each head if the config says so; others rotate all."""
 
 
-def rope(facts: Facts) -> dict[str, Any]:
+def rope(facts: Facts, width: int | None = None) -> dict[str, Any]:
     """Return the parameters of the rotary embeddings of a file: base, rotated part, and scaling by keys or by tensors.
+    width: the elements of a head that can be rotated; None: all.
 
     Factors in the tensor rope_freqs divide the frequencies; transformers divides them likewise for its type longrope,
     which has one list of factors for short texts and one for long ones: both are the file's. Raises
     UnsupportedModelError for scaling of another kind.
     """
     made: dict[str, Any] = {"rope_type": "default", "rope_theta": positive(facts, "rope.freq_base", _THETA)}
-    rotated = facts.count("rope.dimension_count", facts.head_dim)
-    if not 0 < rotated <= facts.head_dim or rotated % 2:
+    width = facts.head_dim if width is None else width
+    rotated = facts.count("rope.dimension_count", width)
+    if not 0 < rotated <= width or rotated % 2:
         raise facts.keys.damaged(
             f"its {facts.architecture}.rope.dimension_count is {rotated}, and each of its {facts.heads} heads has "
-            f"{facts.head_dim} elements"
+            f"{width} elements"
         )
     if facts.architecture in _PARTIAL:
-        made["partial_rotary_factor"] = rotated / facts.head_dim
-    elif rotated != facts.head_dim:
+        made["partial_rotary_factor"] = rotated / width
+    elif rotated != width:
         raise UnsupportedModelError(
-            f"'{facts.keys.file}' rotates {rotated} of the {facts.head_dim} elements of a head "
+            f"'{facts.keys.file}' rotates {rotated} of the {width} elements of a head "
             f"({facts.architecture}.rope.dimension_count), which kvkeep does not run in the architecture "
             f"'{facts.architecture}'."
         )

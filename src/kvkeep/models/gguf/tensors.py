@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.experts import experts_of
 from kvkeep.models.gguf.architectures import ARCHITECTURES, AS_STORED, Architecture, Change
 from kvkeep.models.gguf.facts import Facts
 from kvkeep.models.gguf.header import FileTensor, stored_bytes, values
 from kvkeep.models.gguf.rope import FACTORS, LONG, SHORT
+from kvkeep.models.matrices import matrices
 from kvkeep.models.packed import KINDS, Blocks
 
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias)?")
@@ -48,6 +51,12 @@ class GgufTensor:
         return replace(blocks[self.change.order(count)], columns=self.change.columns)
 
 
+def packing_places(model: Any) -> set[str]:
+    """Return the names of the matrices of a model that may keep their blocks, those of experts among them."""
+    places = {f"{name}.weight" for name in matrices(model)}
+    return places | {f"{name}.{one}" for name, experts in experts_of(model).items() for one in experts.form.matrices}
+
+
 def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
     """Return the weights of a file by the model's names. places: the names of matrices that may keep their blocks.
     Raises UnsupportedModelError for a tensor without a name in the model, or too many or too few for a weight."""
@@ -56,7 +65,7 @@ def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
     found: dict[str, list[FileTensor]] = {}
     changed: dict[str, Change] = {}
     for tensor in facts.tensors.values():
-        if tensor.name in CONFIGURING or facts.drafts(tensor.name):
+        if tensor.name in CONFIGURING or facts.unused(tensor.name):
             continue
         weights, stem, suffix = _names(tensor.name, architecture)
         if not weights:
@@ -81,7 +90,7 @@ def tensors_of(facts: Facts, places: set[str]) -> dict[str, GgufTensor]:
             order = [*architecture.layer]
             parts.sort(key=lambda part: order.index(part.name.split(".", 2)[2]))
         kinds, change = {part.kind for part in parts}, changed[to]
-        stays = change.order is not None or (change.joined and (len(kinds) == 1 or len(parts[0].shape) == 3))
+        stays = change.order is not None or (change.kept and (len(kinds) == 1 or len(parts[0].shape) == 3))
         packs = to in places and kinds <= {*KINDS} and stays
         made[to] = GgufTensor(to, tuple(parts), change, packs)
     return made
