@@ -116,12 +116,15 @@ def requantised(
     kind: str = "Q8_0",
     keys: Mapping[str, int] = MappingProxyType({}),
     tensors: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+    without: Collection[str] = (),
 ) -> Path:
-    """Write the file ``source`` again, its matrices as blocks of ``kind``, and return ``path``. keys, tensors: others,
-    or other values."""
+    """Write the file ``source`` again, its matrices as blocks of ``kind``, and return ``path``. keys, tensors: to add
+    or to replace. without: keys and tensors that are left out."""
     found = GGUFReader(source)
     stated = {name: field for name, field in found.fields.items() if not name.startswith("GGUF.")}
     writer = GGUFWriter(path, str(stated.pop("general.architecture").contents()))
+    for name in without:
+        stated.pop(name, None)
     for name, number in keys.items():
         stated.pop(name, None)
         writer.add_uint32(name, number)
@@ -129,9 +132,11 @@ def requantised(
         sub_type = field.types[1] if field.types[0] is GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)
     for tensor in found.tensors:
+        if tensor.name in tensors or tensor.name in without:
+            continue
         values = numpy.array(tensor.data)
         blocks = kind != "F32" and values.ndim > 1 and values.shape[-1] % 32 == 0
-        if blocks and not re.search("norm|conv|gate_inp", tensor.name):
+        if blocks and not re.search("norm|conv|gate_inp|bias", tensor.name):
             writer.add_tensor(
                 tensor.name, quantize(values, GGMLQuantizationType[kind]), raw_dtype=GGMLQuantizationType[kind]
             )

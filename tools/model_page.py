@@ -1,4 +1,4 @@
-"""The page docs/models.md: a row for each architecture of GGUF files, of what is measured here.
+"""Measures the table of docs/models.md: one row for each GGUF architecture.
 
     python tools/model_page.py           # prints the table
     python tools/model_page.py --write   # into docs/models.md
@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "tests" / "models" / "records", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- the table of tools/model_page.py -->", "<!-- its end -->"
 HEADINGS = (
-    "architecture", "in transformers", "apart from llama.cpp", "in their blocks", "in the library", "same bits",
+    "architecture", "model type", "difference from llama.cpp", "stays quantised", "run by the library", "same bits",
     "refused methods",
 )  # fmt: skip
 METHODS = ("full", "kv-direct", "h2o", "snapkv", "streaming-llm", "quantized", "kvreviver", "revive", "lru+redecode:3")
-"""Methods that need what not every family has."""
+"""Methods that some families refuse."""
 WIDER = (
     "mamba_d_state", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim", "moe_intermediate_size",
     "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size",
@@ -39,6 +39,8 @@ WIDER = (
 
 def rows() -> Iterator[list[str]]:
     """Yield a row for each architecture that kvkeep reads and llama.cpp's converter wrote."""
+    from kvkeep.models.gguf.architectures import ARCHITECTURES
+
     models = json.loads((RECORDS / "models.json").read_text("utf-8"))
     found: dict[str, list[list[str]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -50,8 +52,12 @@ def rows() -> Iterator[list[str]]:
                     found.setdefault(row[0], []).append(row)
     for variants in found.values():
         first = variants[0]
+        first[1] = ", ".join(dict.fromkeys(row[1] for row in variants))
         first[2] = max((row[2] for row in variants), key=float)
         yield first
+    for name in ARCHITECTURES:
+        if f"`{name}`" not in found:
+            yield [f"`{name}`", "", "no record", "", "", "", ""]
 
 
 def _row(name: str, file: Path, models: dict[str, Any]) -> list[str] | None:
@@ -127,7 +133,7 @@ def _in_library(tokenizer: Any, config: Any, folder: Path) -> tuple[str, str, li
             same = all(one.same_bits for one in cache.describe()) if method == "full" else same
         except UnsupportedModelError:
             refused.append(method)
-        except BudgetError:  # such a small model; it has what the method needs
+        except BudgetError:  # the budget is too small for the tiny model, but the method works
             continue
     native = "all" if whole == len(layers) else "recurrent" if parts and not whole else "some" if whole else "products"
     return native, "yes" if same else "no", refused

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from conftest import saved
-from families import COMMON, tiny
+from families import tiny
 from gguf_files import written
 from helpers import prompt
+from mixtures import MIXTURES, mixture
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -22,33 +22,6 @@ from kvkeep.models.experts import DOWN, GATES, ExpertForm, PackedExperts, expert
 from kvkeep.models.gguf.model import read_model
 from kvkeep.models.loading import describe, load
 from kvkeep.models.packed import KINDS, Packed, quantised
-
-MIXTURES = {
-    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**COMMON | OWN, head_dim=16, num_experts=8, decoder_sparse_step=1),
-    "mixtral": lambda: hf.MixtralConfig(
-        **COMMON | {"intermediate_size": 32}, num_local_experts=8, num_experts_per_tok=2
-    ),
-    "olmoe": lambda: hf.OlmoeConfig(**COMMON | {"intermediate_size": 32}, num_experts=8, num_experts_per_tok=2),
-    "gpt_oss": lambda: hf.GptOssConfig(
-        **COMMON | {"intermediate_size": 32}, head_dim=16, num_local_experts=8, num_experts_per_tok=2
-    ),
-    "nemotron_h": lambda: hf.NemotronHConfig(
-        **COMMON | {"num_hidden_layers": 2}, head_dim=8, layers_block_type=["full_attention", "moe"],
-        n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32,
-    ),
-}  # fmt: skip
-OWN = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-
-
-def mixture(family: str) -> Any:
-    torch.manual_seed(1)
-    model = hf.AutoModelForCausalLM.from_config(MIXTURES[family]())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
-    return model.eval()
 
 
 def stored(form: ExpertForm, name: str, rows: torch.Tensor) -> torch.Tensor:

@@ -35,11 +35,12 @@ def attend(
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
     no entry gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
 
-    before: output and log-sum-exp of entries already attended. origin: (batch,) ints, the first entry of each row
+    before: output and log-sum-exp of entries already attended, or of the model's sinks
+    (:func:`~kvkeep.step.sinks.sinks_of`); neither is written. origin: (batch,) ints, the first entry of each row
     that is not padding. It is given where the segments are all entries in the order of the text. The native library
     (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and segments.
     """
-    output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1])
+    output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1].clone())
     run = native.CollectedAttention(query, scaling, origin)
     for segment in segments:
         if segment.key.shape[-2] == 0:

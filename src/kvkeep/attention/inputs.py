@@ -104,7 +104,7 @@ class AttentionInputs:
 
     @property
     def sinks(self) -> tuple[Tensor, Tensor] | None:
-        """What attention begins with (:func:`sinks_of`)."""
+        """The module's sinks as a first partial result (:func:`sinks_of`)."""
         return sinks_of(self.module, self.query, self.value.shape[-1])
 
     @property

@@ -25,7 +25,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
@@ -285,9 +285,13 @@ class BlockFolder:
         Threads read them, because copying and comparing gigabytes keeps one processor busy for seconds."""
         blocks: list[dict[str, Tensor]] = []
         with ThreadPoolExecutor(torch.get_num_threads(), "kvkeep-blocks") as threads:
+            reads: list[Future[dict[str, Tensor]]] = []
             try:
-                for block in [threads.submit(self.read, name, home) for name in names]:
-                    blocks.append(block.result())
+                with suppress(RuntimeError):  # the system starts no more threads: this one reads the rest
+                    for name in names:
+                        reads.append(threads.submit(self.read, name, home))
+                blocks += (one.result() for one in reads)
+                blocks += (self.read(name, home) for name in names[len(reads) :])
             except StoreError as error:
                 return blocks, error
             finally:

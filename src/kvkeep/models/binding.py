@@ -53,7 +53,8 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers: streamed for a bounded cache, else over all entries."""
+    """The attention function registered with transformers: streamed for a bounded cache; else SDPA, or
+    :func:`~kvkeep.step.sinks.attend_with_sinks`."""
     streamed = _streamed_uncompiled if torch.compiler.is_compiling() else _streamed
     output = streamed(module, query, key, value, attention_mask, scaling, kwargs)
     if output is not None:

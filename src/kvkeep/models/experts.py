@@ -34,7 +34,7 @@ class ExpertForm:
     first: str
     """The name of the first matrices: :data:`GATES`, or :data:`UPS` for experts without gates."""
     transposed: bool
-    """Whether inputs come before outputs, and each gate before its up (gpt-oss)."""
+    """Whether weights are (experts, inputs, outputs), with gate and up columns interleaved (gpt-oss)."""
     biases: bool
     """Whether outputs have biases."""
 
@@ -109,7 +109,7 @@ class PackedExperts(nn.Module):
         return torch.zeros_like(hidden_states).index_add_(0, tokens, found.to(hidden_states.dtype))
 
     def _activated(self, outputs: Tensor) -> Tensor:
-        """Return what the second matrices multiply, (rows, inner), of the ``outputs`` of the first ones."""
+        """Return the input of the down matrices, (rows, inner), of the ``outputs`` of the first ones."""
         if self.form.transposed:
             return self._apply_gate(torch.stack(outputs.chunk(2, -1), -1).flatten(-2))
         assert self.act_fn is not None

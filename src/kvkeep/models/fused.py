@@ -28,6 +28,7 @@ from kvkeep.models.forward import current_attender
 from kvkeep.models.packed import Packed, PackedLinear
 from kvkeep.models.recurrences import replace_recurrence
 from kvkeep.models.rotary import replace_rotary
+from kvkeep.models.routers import replace_routers
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
 from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address_of, array
@@ -324,6 +325,7 @@ def fuse(model: Any, layers: Any) -> int:
     if library() is None:
         return 0
     replace_rotary(model)
+    replace_routers(model)
     for module in model.modules():
         # The order matters: reading the weight of a packed matrix unpacks it.
         if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):

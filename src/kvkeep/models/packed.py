@@ -77,7 +77,7 @@ class Blocks:
     rows: Tensor
     """Rows of blocks, (outputs, bytes of a row) uint8."""
     columns: Tensor | None = None
-    """The column of the blocks of each column of the matrix, (inputs) int64; None: they have the same order."""
+    """(inputs) int64: ``columns[i]`` is the column of :attr:`rows` with column i of the matrix; None: i itself."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -327,7 +327,7 @@ def _by_kernels(model: Any) -> bool:
             if not module.native:
                 return False
         elif not isinstance(module, nn.Embedding | nn.Conv1d) and any(
-            one.ndim > 1 for one in module.parameters(recurse=False)
+            one.ndim > 1 and not getattr(one, "by_library", False) for one in module.parameters(recurse=False)
         ):
             return False
     return True

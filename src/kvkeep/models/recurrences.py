@@ -54,7 +54,7 @@ class ShortConv:
 class Scan(ABC):
     """A recurrent module whose convolution, states and norm the native library computes, token by token.
 
-    module: that of transformers. inputs: channels of the convolution's inputs. inner: numbers that a token returns.
+    module: that of transformers. inputs: channels of the convolution. inner: channels of what ``out_proj`` multiplies.
     """
 
     kernel: ClassVar[str]
@@ -80,7 +80,7 @@ class Scan(ABC):
     @abstractmethod
     def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Return the inputs of the convolution, the gates, and what else the kernel needs, each (batch, tokens, n).
-        mask: what is padding is zero in it."""
+        mask: 0 for padding."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying or saving, without pointers."""
@@ -161,7 +161,7 @@ class DeltaNet(Scan):
 
 
 class Mamba2(Scan):
-    """A state space of Mamba-2 (Granite 4, Falcon-H1, Bamba, Nemotron-H, Zamba 2; Dao and Gu, arXiv:2405.21060).
+    """A Mamba-2 layer (Granite 4, Falcon-H1, Bamba, Nemotron-H, Zamba 2; Dao and Gu, arXiv:2405.21060).
 
     transformers bounds the steps of a prompt (``time_step_limit``), but not that of a single token; here every step is
     bounded."""
@@ -219,7 +219,7 @@ class Mamba2(Scan):
 
     def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Return inputs of heads, B and C (batch, tokens, channels), gates (batch, tokens, inner), and steps (batch,
-        tokens, heads): minus infinity for padding, which a bias of the convolution would otherwise let into states."""
+        tokens, heads): minus infinity for padding, because the convolution's bias would otherwise change the state."""
         module = self.module
         if (factor := getattr(module, "ssm_in_multiplier", None)) is not None:  # Falcon-H1
             hidden = hidden * factor

@@ -404,24 +404,24 @@ bool delta_net_fits(const KvDeltaNet& n, const KvArray& inputs, const KvArray& g
 bool mamba2_fits(const KvMamba2& s, const KvArray& inputs, const KvArray& gate, const KvArray& steps,
                  const KvArray& state, const KvArray& out) {
   RULE(s.groups > 0 && is_size(s.heads) && s.heads > 0 && s.heads % s.groups == 0,
-       "heads of a state space must be a multiple of its groups");
+       "heads of a Mamba-2 layer must be a multiple of its groups");
   RULE(s.head_dim > 0 && is_size(s.head_dim) && s.head_dim % 4 == 0 && s.state_dim > 0 && is_size(s.state_dim) &&
            s.state_dim % 16 == 0 && Wide(s.heads / s.groups) * s.head_dim % 16 == 0,
-       "heads of a state space must have a width that is a multiple of 4, its groups and states one of 16");
+       "a head of a Mamba-2 layer must have a multiple of 4 channels, its groups and states one of 16");
   const Wide inner = Wide(s.heads) * s.head_dim, channels = inner + 2 * Wide(s.groups) * s.state_dim;
   RULE(channels <= MAX_SIZE && s.taps > 0 && is_size(s.taps) && holds(s.conv, KV_FLOAT32, s.taps * channels) &&
            holds_or_nothing(s.conv_bias, KV_FLOAT32, channels),
-       "the convolution of a state space must have a float32 weight for each tap and channel");
+       "the convolution of a Mamba-2 layer must have a float32 weight for each tap and channel");
   RULE(holds(s.rate, KV_FLOAT32, s.heads) && holds(s.step_bias, KV_FLOAT32, s.heads) &&
            holds(s.skip, KV_FLOAT32, s.heads) && holds_or_nothing(s.norm, KV_FLOAT32, inner),
-       "rates, biases, skips and the norm of a state space must be float32 of each head or channel");
-  RULE(is_rows_of(steps, s.heads), "steps of a state space must be bfloat16 of each token and head");
+       "rates, biases, skips and the norm of a Mamba-2 layer must be float32 of each head or channel");
+  RULE(is_rows_of(steps, s.heads), "steps of a Mamba-2 layer must be bfloat16 of each token and head");
   const Wide tokens = steps.length / s.heads;
   RULE(holds(gate, KV_BFLOAT16, tokens * inner) && holds(out, KV_BFLOAT16, tokens * inner),
-       "gates and outputs of a state space must be bfloat16 of each token");
+       "gates and outputs of a Mamba-2 layer must be bfloat16 of each token");
   RULE(holds(inputs, KV_BFLOAT16, (tokens + s.taps - 1) * channels),
-       "inputs of a state space must be bfloat16 of each token, and of those before them that its convolution reads");
-  RULE(holds(state, KV_FLOAT32, inner * s.state_dim), "the state of a state space must be float32 of each head");
+       "inputs of a Mamba-2 layer must be bfloat16 of each token, and of those before them that its convolution reads");
+  RULE(holds(state, KV_FLOAT32, inner * s.state_dim), "the state of a Mamba-2 layer must be float32 of each head");
   return true;
 }
 

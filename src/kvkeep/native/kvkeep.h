@@ -123,22 +123,22 @@ typedef struct KvDeltaNet { /* a gated delta net (Qwen3-Next, Qwen 3.5), without
   float eps;                /* of the norm */
 } KvDeltaNet;
 
-typedef struct KvMamba2 { /* a state space of Mamba-2, without its projections */
+typedef struct KvMamba2 { /* a Mamba-2 layer, without its projections */
   KvArray conv;           /* (taps, channels) float32: the convolution's weights, those of the oldest input first */
   KvArray conv_bias;      /* (channels) float32, or nothing */
   KvArray rate;           /* (heads) float32: exp(A_log) */
-  KvArray step_bias;      /* (heads) float32: added to what says how long a token's step is */
-  KvArray skip;           /* (heads) float32: how much of an input a head returns beside its state (D) */
+  KvArray step_bias;      /* (heads) float32: dt_bias, added to dt before softplus */
+  KvArray skip;           /* (heads) float32: D: factor of the input that is added to the output */
   KvArray norm;           /* (heads * head_dim) float32: weight of the RMSNorm of each group; or nothing: no norm */
   int64_t taps;           /* inputs of the convolution */
   int64_t heads;          /* a multiple of groups */
   int64_t head_dim;       /* a multiple of 4; heads * head_dim / groups is a multiple of 16 */
   int64_t groups;         /* of heads that share B and C, and a norm */
   int64_t state_dim;      /* a multiple of 16 */
-  int64_t gate_first;     /* whether the gate is applied before the norm, and not after it */
+  int64_t gate_first;     /* 1: gate before the norm; 0: after it */
   float eps;              /* of the norm */
-  float smallest_step;    /* a step is not shorter */
-  float greatest_step;    /* and not longer */
+  float smallest_step;    /* lower bound of dt (time_step_limit) */
+  float greatest_step;    /* upper bound of dt */
 } KvMamba2;
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
@@ -272,7 +272,7 @@ KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray 
  * (tokens, value_heads). All are bfloat16. state: (value_heads, key_dim, value_dim) float32, read and written. */
 KvStatus kvkeep_delta_net(const KvDeltaNet* net, KvArray inputs, KvArray gate, KvArray beta, KvArray decay,
                           KvArray state, KvArray out);
-/* Runs a state space of Mamba-2 between its projections, token by token. inputs: (taps - 1 + tokens, channels), the
+/* Runs a Mamba-2 layer between its projections, token by token. inputs: (taps - 1 + tokens, channels), the
  * inputs of heads and B and C of groups, of the last tokens before these, and of these. gate, out: (tokens, heads *
  * head_dim). steps: (tokens, heads); -inf for a token that changes no state. All are bfloat16. state: (heads,
  * head_dim, state_dim) float32, read and written. */

@@ -1,4 +1,4 @@
-// What a state space of Mamba-2 (Granite 4, Falcon-H1, Bamba, Nemotron-H; Dao and Gu, arXiv:2405.21060) computes
+// What a Mamba-2 layer (Granite 4, Falcon-H1, Bamba, Nemotron-H; Dao and Gu, arXiv:2405.21060) computes
 // between its projections: a short convolution, the recurrence of its states, gate and norm of what it returns. Tokens
 // follow one another, so that no bit depends on how many a call has.
 #pragma once
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t SCAN_ROWS = 4;  // rows of a state at a time: their sums do not wait for each other
 
-// Adds one token to SCAN_ROWS rows of a state, (state_dim) each, and writes what the token's `c` reads of them, with
-// `skip` of the inputs. kept: the factor of the state.
+// Updates SCAN_ROWS rows of a state h, (state_dim) each, by one token, and writes C h + D x of them. kept: the factor
+// of the state, exp(-rate dt).
 INLINE void scan_step(float* state, int64_t state_dim, const float* b, const float* c, const float* x, float step,
                       float kept, float skip, float* out) {
   vf added[SCAN_ROWS], read[SCAN_ROWS];
@@ -30,7 +30,7 @@ INLINE void scan_step(float* state, int64_t state_dim, const float* b, const flo
   UNROLLED for (int r = 0; r < SCAN_ROWS; r++) out[r] = sum(read[r]) + skip * x[r];
 }
 
-// Writes gate and norm of a group. weight: null for no norm. x: changed.
+// Applies gate and RMSNorm to a group. weight: null for no norm. x: overwritten.
 static void gate_and_norm(float* x, const bf16* gate, const float* weight, bool gate_first, float eps, int64_t width,
                           bf16* y) {
   const auto gated = [&](int64_t i, vf v) {

@@ -28,7 +28,7 @@ INLINE float sigmoid1(float x) {
 
 INLINE float softplus1(float x) {
   const float small = exp1(x < 0 ? x : -x), more = 1.0f + small;
-  // log(1 + small): what the sum lost to rounding is put back, because a step of 0.001 is log(1 + 0.001).
+  // log1p(small): corrects the rounding of 1 + small, which matters for steps near 0.001.
   const float log = more == 1.0f ? small : log1(more) * (small / (more - 1.0f));
   return (x > 0 ? x : 0.0f) + log;
 }

@@ -137,7 +137,7 @@ class KvDeltaNet(ctypes.Structure):
 
 
 class KvMamba2(ctypes.Structure):
-    """A state space of Mamba-2, without its projections."""
+    """A Mamba-2 layer, without its projections."""
 
     __slots__ = ("kept",)
     _fields_ = _fields("KvMamba2")

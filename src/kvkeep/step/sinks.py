@@ -12,11 +12,10 @@ from kvkeep.step.torch import merge, partial
 
 
 def sinks_of(module: Any, query: Tensor, value_dim: int) -> tuple[Tensor, Tensor] | None:
-    """Return what attention begins with where a module has sinks: scores of each head that take
-    a share of the softmax and bring no value (gpt-oss). None: it has none.
+    """Return the sinks of a module as a first partial result for ``attend(before=...)``: an output of zeros, (...,
+    queries, value_dim), and the sinks as its log-sum-exp, (..., queries), both float32. None: it has no sinks.
 
-    query: (lanes, heads of the group, queries, key_dim), or (batch, heads, queries, key_dim). The output before any
-    entry is zeros, (..., queries, value_dim), and its log-sum-exp the scores, (..., queries), both float32."""
+    query: (lanes, heads of the group, queries, key_dim), or (batch, heads, queries, key_dim)."""
     scores: Tensor | None = getattr(module, "sinks", None)
     if scores is None:
         return None
@@ -35,7 +34,24 @@ def attend_with_sinks(
     before = sinks_of(module, query, value.shape[-1])
     if before is None:
         return None
-    if mask is None:
-        places = torch.arange(key.shape[2], device=key.device)
-        mask = (places <= places[-query.shape[2] :, None])[None, None]
-    return merge(*before, *partial(query, Segment(key, value, mask), scaling))[0].to(query.dtype)
+    square = mask is None and query.shape[2] == key.shape[2]
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value, module.sinks)):
+        return _differentiable(module.sinks, query, key, value, _causal(query, key) if mask is None else mask, scaling)
+    if mask is None and not square:
+        mask = _causal(query, key)
+    return merge(*before, *partial(query, Segment(key, value, mask, causal=square), scaling))[0].to(query.dtype)
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    places = torch.arange(key.shape[2], device=key.device)
+    return (places <= places[-query.shape[2] :, None])[None, None]
+
+
+def _differentiable(sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Return the same in plain operations, for training."""
+    groups = query.shape[1] // key.shape[1]
+    scores = (query @ key.repeat_interleave(groups, 1).transpose(-1, -2)).float() * scaling
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value.repeat_interleave(groups, 1)

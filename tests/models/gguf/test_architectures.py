@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from gguf import GGUFReader
 from gguf_files import requantised
 from oracle_files import RECORDS
 from torch import nn
@@ -46,7 +47,7 @@ def dense(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("name", sorted(path.name.removesuffix(".gguf.xz") for path in RECORDS.glob("*.gguf.xz")))
 def test_packed_weights_are_those_of_the_file(name: str, tmp_path: Path) -> None:
-    """Of rows and columns in another order, of tensors that are joined, and of those that are parted."""
+    """Also of weights whose rows or columns are reordered, joined or split."""
     plain = tmp_path / "plain.gguf"
     plain.write_bytes(lzma.decompress((RECORDS / f"{name}.gguf.xz").read_bytes()))
     try:
@@ -94,7 +95,7 @@ def test_tensors_that_llama_cpp_does_not_use_change_nothing(
             for file in (more, plain)
         )
     assert torch.equal(found, wanted)
-    unused = [one for one in explain(more)["tensors"] if one["became"].startswith("nothing: a layer")]
+    unused = [one for one in explain(more)["tensors"] if one["became"].startswith("nothing: ")]
     assert {one["name"] for one in unused} == {*tensors}
 
 
@@ -102,5 +103,62 @@ def test_as_many_layers_that_draft_as_there_are_is_refused(tmp_path: Path) -> No
     plain = tmp_path / "plain.gguf"
     plain.write_bytes(lzma.decompress((RECORDS / "qwen3_5.gguf.xz").read_bytes()))
     file = requantised(plain, tmp_path / "all.gguf", "F32", {"qwen35.nextn_predict_layers": 2})
-    with pytest.raises(ModelError, match="it states 2 of its 2 layers for drafts"):
+    with pytest.raises(ModelError, match="it states 2 of its 2 layers for multi-token"):
         load(file, device="cpu")
+
+
+def kv_b(file: Path) -> dict[str, Any]:
+    """Keys and values of latents in one tensor, as files had them before llama.cpp multiplied with the latents."""
+    stored = {tensor.name: torch.from_numpy(numpy.array(tensor.data)) for tensor in GGUFReader(file).tensors}
+    made = {}
+    for layer in range(2):
+        keys, values = (stored[f"blk.{layer}.attn_{one}_b.weight"] for one in "kv")
+        joined = torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        made[f"blk.{layer}.attn_kv_b.weight"] = joined.contiguous().numpy()
+    return made
+
+
+DEEPSEEK = [f"blk.{layer}.attn_{one}_b.weight" for layer in range(2) for one in "kv"]
+REAL: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
+    "mixtures without dense layers": ("qwen3_5moe", {}, ("qwen35moe.feed_forward_length",)),
+    "a rotated part, where nothing is rotated": ("nemotron_h", {"nemotron_h_moe.rope.dimension_count": 6}, ()),
+    "a hybrid that states no experts": (
+        "bamba", {"granitehybrid.expert_count": 0, "granitehybrid.expert_used_count": 0}, (),
+    ),
+    "a dense model of the hybrids' converter": (
+        "granite",
+        {"granite.expert_count": 0, "granite.expert_used_count": 0, "granite.ssm.conv_kernel": 4,
+         "granite.ssm.inner_size": 64, "granite.ssm.state_size": 8, "granite.ssm.group_count": 1,
+         "granite.ssm.time_step_rank": 4},
+        (),
+    ),
+    "experts with a bias and no kind of gate": ("deepseek3", {}, ("deepseek2.expert_gating_func",)),
+    "joined keys and values of latents": (
+        "deepseek3",
+        {"deepseek2.attention.key_length": 16, "deepseek2.attention.value_length": 16,
+         "deepseek2.attention.head_count_kv": 4},
+        ("deepseek2.attention.key_length_mla", "deepseek2.attention.value_length_mla", *DEEPSEEK),
+    ),
+    "a pattern without the layers that draft": (
+        "exaone-moe", {"exaone-moe.block_count": 5, "exaone-moe.nextn_predict_layers": 1}, (),
+    ),
+    "layers that draft in another file": (
+        "glm4moe", {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}, (),
+    ),
+}  # fmt: skip
+"""What real files have and the records do not: a record, keys to add, and keys and tensors to leave out."""
+
+
+@pytest.mark.parametrize("what", REAL)
+def test_what_real_files_have_besides_changes_nothing(what: str, tmp_path: Path) -> None:
+    name, keys, without = REAL[what]
+    plain = tmp_path / "plain.gguf"
+    plain.write_bytes(lzma.decompress((RECORDS / f"{name}.gguf.xz").read_bytes()))
+    tensors = kv_b(plain) if "joined" in what else {"blk.4.nextn.eh_proj.weight": ONES} if "pattern" in what else {}
+    other = requantised(plain, tmp_path / "other.gguf", "F32", keys, tensors, without)
+    with torch.no_grad():
+        found, wanted = (
+            load(file, weights="float32", device="cpu").model(torch.tensor([IDS]), use_cache=False).logits
+            for file in (other, plain)
+        )
+    assert torch.equal(found, wanted)

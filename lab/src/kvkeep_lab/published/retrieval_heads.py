@@ -19,6 +19,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
+from kvkeep.step.sinks import sinks_of
 from kvkeep_lab.published.score_file import numbers
 
 LENGTH, PASSKEY, SAMPLES = 512, 32, 4
@@ -75,7 +76,7 @@ class _Recorder:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
         segment = Segment(key, value, mask) if mask is not None else Segment(key, value, causal=True)
-        output, lse = attend(query, [segment], scaling)
+        output, lse = attend(query, [segment], scaling, sinks_of(module, query, value.shape[-1]))
         # The query of passkey token i attends to token i + 1 of the first occurrence.
         rows = torch.arange(len(self.places))[:, None]
         targets = key[rows, :, self.places[:, None] + 1 + torch.arange(self.passkey - 1)].transpose(1, 2)

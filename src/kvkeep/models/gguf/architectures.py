@@ -27,8 +27,7 @@ class Change:
     parts: int = 1
     """The number of the file's tensors that form one of the model."""
     kept: bool = False
-    """Whether the library multiplies with these tensors as they lie in the file: the rows of several follow one
-    another, those of each expert by themselves."""
+    """Whether the library can multiply with the file's blocks although the model joins or transposes the tensors."""
     columns: Tensor | None = None
     """The file's column of each column of the model, if the columns are in another order."""
 
@@ -57,9 +56,8 @@ def grouped(heads: int, kv_heads: int) -> Change:
 
 
 def value_heads(facts: Facts, width: int, before: int = 0) -> Tensor:
-    """Return the file's row of each of the model's rows of value heads, ``width`` rows each, behind ``before`` rows of
-    other heads. llama.cpp repeats the key heads one after the other, transformers repeats each key head: the file has
-    the first value head of each key head first."""
+    """Return the file's row of each of the model's rows of value heads, ``width`` rows each, after ``before`` rows of
+    other heads. Value head v uses key head v % keys in llama.cpp, and v // (values / keys) in transformers."""
     keys, values = facts.need("ssm.group_count"), facts.need("ssm.time_step_rank")
     if keys <= 0 or values <= 0 or values % keys:
         raise facts.keys.damaged(f"it states {values} value heads and {keys} key heads")
@@ -67,12 +65,12 @@ def value_heads(facts: Facts, width: int, before: int = 0) -> Tensor:
     return torch.cat((torch.arange(before), before + found))
 
 
-def of_value_heads(facts: Facts, channels: bool = False, behind_keys: bool = False) -> Change:
+def of_value_heads(facts: Facts, channels: bool = False, after_keys: bool = False) -> Change:
     """Rows of value heads (:func:`value_heads`). channels: each has as many rows as a value has numbers, not one.
-    behind_keys: they follow queries and keys."""
+    after_keys: they follow queries and keys."""
     values = facts.need("ssm.time_step_rank")
     width = facts.need("ssm.inner_size") // max(values, 1) if channels else 1
-    before = 2 * facts.need("ssm.group_count") * facts.need("ssm.state_size") if behind_keys else 0
+    before = 2 * facts.need("ssm.group_count") * facts.need("ssm.state_size") if after_keys else 0
     order = value_heads(facts, width, before)
     return rows(lambda count: order if len(order) == count else torch.arange(count))  # of another shape: refused later
 
@@ -99,7 +97,7 @@ INTERLEAVED_TRANSPOSED = Change(
 """The experts of gpt-oss: inputs before outputs, each gate before its up."""
 FLAT = Change(lambda stored: stored[0].flatten())
 LOGARITHM = Change(lambda stored: (-stored[0]).log().flatten())
-"""The rates of states, less than 0; the model has their logarithms."""
+"""A, which is negative; the model stores A_log = log(-A)."""
 ONE_ROW = Change(lambda stored: stored[0].view(1, -1), lambda count: torch.arange(count))
 """A row of a matrix, which some converters write as a vector."""
 
@@ -118,6 +116,22 @@ def _half_of_each(facts: Facts, half: int) -> Callable[[int], Tensor]:
     def order(count: int) -> Tensor:
         found = torch.arange(count)
         return found if keys <= 0 or count % (2 * keys) else found.view(keys, 2, -1)[:, half].flatten()
+
+    return order
+
+
+def _of_each(facts: Facts, *which: int) -> Callable[[int], Tensor]:
+    """Return some of the rows of each key head, of which a matrix has query, key, values and gates; first those of the
+    first kind, of all heads."""
+    keys, width = facts.need("ssm.group_count"), facts.need("ssm.state_size")
+
+    def order(count: int) -> Tensor:
+        found = torch.arange(count)
+        values = count // keys - 2 * width if keys > 0 and not count % keys else 0
+        if values <= 0 or values % 2:
+            return found
+        parts = found.view(keys, -1).split([width, width, values // 2, values // 2], 1)
+        return torch.cat([parts[one].flatten() for one in which])
 
     return order
 
@@ -198,9 +212,9 @@ DELTA_NET = {
     "post_attention_norm": "post_attention_layernorm",
 }  # fmt: skip
 TILED: dict[str, _Changes] = {
-    "attn_qkv": lambda facts: of_value_heads(facts, channels=True, behind_keys=True),
+    "attn_qkv": lambda facts: of_value_heads(facts, channels=True, after_keys=True),
     "attn_gate": lambda facts: of_value_heads(facts, channels=True),
-    "ssm_conv1d": lambda facts: _then(SHORT_CONVOLUTION, of_value_heads(facts, channels=True, behind_keys=True)),
+    "ssm_conv1d": lambda facts: _then(SHORT_CONVOLUTION, of_value_heads(facts, channels=True, after_keys=True)),
     "ssm_beta": of_value_heads,
     "ssm_alpha": of_value_heads,
     "ssm_dt.bias": of_value_heads,
@@ -213,7 +227,7 @@ TILED: dict[str, _Changes] = {
 JOINED_KEYS_AND_VALUES = Change(
     lambda stored: torch.cat((stored[0].transpose(1, 2), stored[1]), 1).flatten(0, 1).contiguous(), parts=2
 )
-"""What makes keys and values of a latent vector: keys are (heads, latent, width) in the file."""
+"""kv_b_proj, which expands latents to keys and values; its key part is (heads, latent, width) in the file."""
 LATENT = ATTENTION | {
     "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
@@ -319,9 +333,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3next": Architecture(
         ATTENTION | QK_NORMS | EXPERTS | SHARED_EXPERT | DELTA_NET | {
             "ssm_ba.weight": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+            "ssm_in.weight": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),  # of older files
         },
         changes=MIXED | {
             "ssm_ba.weight": lambda facts: tuple(rows(_half_of_each(facts, half)) for half in range(2)),
+            "ssm_in.weight": lambda facts: (rows(_of_each(facts, 0, 1, 2)), rows(_of_each(facts, 3))),
             "ssm_a": LOGARITHM, "ssm_conv1d": SHORT_CONVOLUTION, "ffn_gate_inp_shexp": ONE_ROW,
         },
         norms=LESS_ONE,

@@ -17,11 +17,11 @@ def common(
     layout: str = "",
     kv_heads: int | None = None,
     inner: int | None = None,
-    turns: Config | None = None,
+    rotary: Config | None = None,
 ) -> Config:
     """Return what nearly all architectures state. layout: the layout of tensors that the changes undo. kv_heads: the
-    key heads of layers with attention, and inner the width of their MLPs, where layers differ. turns: the rotary
-    embeddings of a part of each head; without it heads have one width, which is stated."""
+    key heads of layers with attention, and inner the width of their MLPs, where layers differ. rotary: the RoPE
+    parameters where only a part of each head is rotated; None: heads have one width, which the file states."""
     facts.expect("attention.causal", True, "runs only models whose tokens attend to earlier ones")
     facts.expect("tensor_data_layout", layout, "does not know that layout of tensors")
     return {
@@ -31,8 +31,8 @@ def common(
         "intermediate_size": facts.same("feed_forward_length") if inner is None else inner,
         "num_attention_heads": facts.heads,
         "num_key_value_heads": kv_heads or facts.same("attention.head_count_kv", facts.heads),
-        **({"head_dim": facts.head_dim} if turns is None else {}),
-        "rope_parameters": rope(facts) if turns is None else turns,
+        **({"head_dim": facts.head_dim} if rotary is None else {}),
+        "rope_parameters": rope(facts) if rotary is None else rotary,
         "vocab_size": facts.vocabulary,
         "tie_word_embeddings": "output.weight" not in facts.tensors,
         "attention_dropout": 0.0,

@@ -5,9 +5,11 @@ The reference for what a file means is llama.cpp (src/models there), also where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.gguf.config_parts import (
     BIAS,
     GRANITE,
@@ -26,7 +28,7 @@ from kvkeep.models.gguf.config_parts import (
     routing,
     windows,
 )
-from kvkeep.models.gguf.facts import Facts
+from kvkeep.models.gguf.facts import MAX_HEAD_DIM, Facts
 from kvkeep.models.gguf.hybrid_configs import HYBRIDS
 from kvkeep.models.gguf.rope import FACTORS, positive, rope
 
@@ -75,8 +77,14 @@ def _gemma4(facts: Facts) -> Config:
     facts.expect("rope.dimension_count_swa", slid, "rotates all elements of heads in sliding layers")
     shared, parts = facts.count("attention.shared_kv_layers", 0), facts.count("embedding_length_per_layer_input", 0)
     if not full or not others or len({heads[one] for one in full}) > 1 or len({heads[one] for one in others}) > 1:
-        raise facts.keys.damaged("its layers of one kind differ in their heads, or all are of one kind")
-    rotated, turns = int((turned == 1.0).sum()), made["rope_parameters"]["rope_theta"]
+        raise facts.keys.damaged(
+            "its sliding or its full layers differ in their key heads, or it has only one of the two kinds"
+        )
+    rotated, theta = int((turned == 1.0).sum()), made["rope_parameters"]["rope_theta"]
+    if not bool((turned[:rotated] == 1.0).all() and (turned[rotated:] >= 1e29).all()):
+        raise UnsupportedModelError(
+            f"'{facts.keys.file}' scales its frequencies by factors, which kvkeep does not read."
+        )
     return made | sliding | {
         "model_type": "gemma4_text",
         "rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon"),
@@ -91,10 +99,10 @@ def _gemma4(facts: Facts) -> Config:
         "num_kv_shared_layers": shared,
         "hidden_size_per_layer_input": parts,
         "vocab_size_per_layer_input": facts.vocabulary,
-        "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0) or None,
         "rope_parameters": {
             "full_attention": {
-                "rope_type": "proportional", "rope_theta": turns, "partial_rotary_factor": rotated / len(turned),
+                "rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": rotated / len(turned),
             },
             "sliding_attention": {
                 "rope_type": "default", "rope_theta": positive(facts, "rope.freq_base_swa", 10_000.0),
@@ -105,17 +113,27 @@ def _gemma4(facts: Facts) -> Config:
 
 def _deepseek2(facts: Facts) -> Config:
     """Attention to latent vectors (DeepSeek V2 and V3, GLM 4.7 Flash)."""
-    rotated, keys = facts.need("rope.dimension_count"), facts.need("attention.key_length_mla")
-    for key in ("key_length", "value_length", "head_count_kv"):  # of the latent vectors
-        facts.count(f"attention.{key}")
+    # Older files state the widths of heads, later ones those of the latent vectors, too.
+    rotated, count = facts.need("rope.dimension_count"), facts.count
+    keys = count("attention.key_length_mla", count("attention.key_length"))
+    values = count("attention.value_length_mla", count("attention.value_length"))
+    if keys is None or values is None or not 0 < rotated < keys <= MAX_HEAD_DIM:
+        raise facts.keys.damaged(f"its heads have {keys} and {values} elements, of which {rotated} are rotated")
+    facts.count("attention.head_count_kv")
     turns = rope(facts, rotated)
     if turns["rope_type"] == "yarn":
         turns["mscale"] = turns["mscale_all_dim"] = 10 * facts.number("rope.scaling.yarn_log_multiplier", 0.0)
+        facts.expect("rope.scaling.attn_factor", 1.0, "computes this factor itself")
         del turns["attention_factor"]
-    sigmoid = facts.count("expert_gating_func", 1) == 2
+    gating = facts.count("expert_gating_func", 2 if facts.has("exp_probs_b.bias") else 1)
+    sigmoid = gating == 2
+    if not sigmoid:
+        facts.expect("expert_gating_func", 1, "supports routing by softmax and by sigmoid in this architecture")
+        facts.expect("expert_weights_norm", False, "does not normalise the weights of softmax here")
+        facts.expect("expert_group_count", 1, "does not group the experts of softmax as llama.cpp does")
     made = {
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
-        **common(facts, kv_heads=facts.heads, turns=turns),
+        **common(facts, kv_heads=facts.heads, rotary=turns),
         **expert_counts(facts, "n_routed_experts"),
         **routing(facts),
         "rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon"),
@@ -123,12 +141,12 @@ def _deepseek2(facts: Facts) -> Config:
         "kv_lora_rank": facts.need("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys - rotated,
-        "v_head_dim": facts.need("attention.value_length_mla"),
+        "v_head_dim": values,
         "n_shared_experts": facts.need("expert_shared_count"),
         "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
         "moe_intermediate_size": facts.same("expert_feed_forward_length"),
     }
-    return made if sigmoid else made | {"topk_method": "greedy" if made["n_group"] <= 1 else "group_limited_greedy"}
+    return made if sigmoid else made | {"topk_method": "greedy"}
 
 
 def _query_scalar(facts: Facts, largest: int) -> int:
@@ -171,6 +189,10 @@ def _stablelm(facts: Facts) -> Config:
 
 
 def _granite(facts: Facts) -> Config:
+    if not facts.count("expert_count", 0):
+        facts.expect("expert_used_count", 0, "finds no experts in it")
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        facts.count(f"ssm.{key}")  # of Granite 4 without recurrent layers, whose converter is that of hybrids
     facts.expect("rope.scaling.finetuned", True, "does not run this architecture without rotary embeddings")
     return made_of(rms, "granite", BIAS, MLP_BIAS, GRANITE)(facts)
 
@@ -184,7 +206,7 @@ def _granitemoe(facts: Facts) -> Config:
 
 def _routed(facts: Facts) -> Config:
     """Return the config of experts chosen by sigmoids and a bias, beside a shared one, behind some dense layers."""
-    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
     return rms(facts) | expert_counts(facts, "n_routed_experts") | routing(facts) | {
         "n_shared_experts": facts.need("expert_shared_count"),
         "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
@@ -196,7 +218,9 @@ def _exaone_moe(facts: Facts) -> Config:
     made = _routed(facts)
     width, count = made["moe_intermediate_size"], made.pop("n_shared_experts")
     facts.expect(
-        "expert_shared_feed_forward_length", width * count, "expects the shared experts to be as wide as others"
+        "expert_shared_feed_forward_length",
+        width * count,
+        "expects the shared experts to be as wide as the routed ones",
     )
     return made | windows(facts, 4, 0) | {
         "model_type": "exaone_moe", "num_experts": made.pop("n_routed_experts"), "num_shared_experts": count,
@@ -207,7 +231,9 @@ def _ernie_moe(facts: Facts) -> Config:
     made, experts = rms(facts), expert_counts(facts, "moe_num_experts")
     width, count = facts.same("expert_feed_forward_length"), facts.count("expert_shared_count", 0)
     facts.expect(
-        "expert_shared_feed_forward_length", width * count, "expects the shared experts to be as wide as others"
+        "expert_shared_feed_forward_length",
+        width * count,
+        "expects the shared experts to be as wide as the routed ones",
     )
     return made | {
         "model_type": "ernie4_5_moe",
@@ -233,14 +259,17 @@ def _hunyuan_moe(facts: Facts) -> Config:
 
 
 def _minimax(facts: Facts) -> Config:
-    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
     inner = {"intermediate_size": facts.same("expert_feed_forward_length")}
     return rms(facts) | expert_counts(facts, "num_local_experts") | inner | {"model_type": "minimax_m2"}
 
 
 def _afmoe(facts: Facts) -> Config:
-    facts.expect("expert_weights_norm", True, "weighs experts by shares of a sum in this architecture")
-    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    facts.keys.need("afmoe.expert_weights_norm", bool)
+    facts.expect("expert_weights_norm", True, "supports only normalised expert weights in this architecture")
+    for key in ("expert_group_count", "expert_group_used_count"):
+        facts.expect(key, 1, "does not group experts in this architecture")
+    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
     return rms(facts) | expert_counts(facts) | windows(facts, 4) | {
         "model_type": "afmoe",
         "num_shared_experts": facts.need("expert_shared_count"),
@@ -261,7 +290,7 @@ def _mistral3(facts: Facts) -> Config:
             "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
         }
         if multiplier:  # it divides what YaRN multiplies by
-            turns["attention_factor"] = 1.0
+            turns["attention_factor"] /= 1.0 + 0.1 * multiplier * math.log(max(1.0, turns["factor"]))
     original = facts.count("rope.scaling.original_context_length", facts.need("context_length"))
     return made | {
         "model_type": "ministral3",

@@ -23,8 +23,8 @@ _SHOWN = 60
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
 MAX_LAYERS = 10_000
 MAX_HEAD_DIM = MAX_EXPERTS = 65_536
-DRAFTING = ("exaone-moe", "glm4moe", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next")
-"""Architectures whose last layers may predict tokens behind the next one; kvkeep reads none of these layers."""
+DRAFTING = ("deepseek2", "exaone-moe", "glm4moe", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next")
+"""Architectures whose last layers may be for multi-token prediction (MTP), which kvkeep skips."""
 _LAYER, _KEYS = re.compile(r"blk\.(\d+)\."), re.compile(r"\.attn_(k|v|k_norm)\.weight$")
 
 
@@ -137,7 +137,7 @@ class Facts:
         return self.keys.several(f"{self.architecture}.{key}", self._blocks, int, default)[: self.layers]
 
     def kinds(self, key: str, period: str, default: int) -> list[bool]:
-        """Return whether ``key`` holds for each layer; without it, whether the layer is none of each ``period``-th."""
+        """Return whether ``key`` holds for each layer; without it, true for all layers but each ``period``-th."""
         name = f"{self.architecture}.{key}"
         every = self.count(period, default)
         if every <= 0:
@@ -148,7 +148,9 @@ class Facts:
 
     def flags(self, key: str) -> list[bool]:
         """Return whether ``key`` holds for each layer. Raises ModelError unless the file states it."""
-        return self.keys.several(f"{self.architecture}.{key}", self._blocks, bool)[: self.layers]
+        stated = self.keys.metadata.get(f"{self.architecture}.{key}")
+        count = self.layers if isinstance(stated, list | np.ndarray) and len(stated) == self.layers else self._blocks
+        return self.keys.several(f"{self.architecture}.{key}", count, bool)[: self.layers]
 
     def same(self, key: str, default: int | None = None) -> int:
         """Return a whole number that is the same for all layers. Raises UnsupportedModelError if layers differ."""
@@ -180,10 +182,16 @@ class Facts:
     @property
     def layers(self) -> int:
         """The number of layers that compute an answer. Raises as :meth:`unused`."""
-        drafting = self.count("nextn_predict_layers", 0) if self.architecture in DRAFTING else 0
+        drafting = self._drafting
         if not 0 <= drafting < self._blocks:
-            raise self.keys.damaged(f"it states {str(drafting)[:20]} of its {self._blocks} layers for drafts")
-        return int(self._blocks - drafting)
+            raise self.keys.damaged(
+                f"it states {str(drafting)[:20]} of its {self._blocks} layers for multi-token prediction"
+            )
+        return self._blocks - drafting
+
+    @property
+    def _drafting(self) -> int:
+        return int(self.count("nextn_predict_layers", 0)) if self.architecture in DRAFTING else 0
 
     def unused(self, name: str) -> str | None:
         """Return why llama.cpp uses a tensor for no answer; None: it uses it. Raises ModelError unless the tensors are
@@ -193,16 +201,20 @@ class Facts:
             return None
         layer, layers = int(match[1]), self.layers
         if layer >= layers:
-            return "a layer that drafts tokens"
+            return "a layer for multi-token prediction"
         sharing = self.count("attention.shared_kv_layers", 0) if self.architecture == "gemma4" else 0
-        return "a layer with another's keys and values" if layer >= layers - sharing and _KEYS.search(name) else None
+        return (
+            "keys or values of a layer that uses those of an earlier one"
+            if layer >= layers - sharing and _KEYS.search(name)
+            else None
+        )
 
     @cached_property
     def _blocks(self) -> int:
         stated = self.need("block_count")
         numbered = [match for name in self.tensors if (match := _LAYER.match(name))]
         there = 1 + max((int(match[1]) for match in numbered), default=-1)
-        if not 0 < stated <= MAX_LAYERS or there != stated:
+        if not 0 < stated <= MAX_LAYERS or there not in (stated, stated - self._drafting):
             raise self.keys.damaged(f"it states {str(stated)[:20]} layers and has the tensors of {there}")
         return stated
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvkeep.models.gguf.config_parts import (
     GRANITE,
@@ -19,19 +19,19 @@ from kvkeep.models.gguf.config_parts import (
 from kvkeep.models.gguf.facts import Facts
 
 
-def _some_layers(facts: Facts, inner: int | None = None) -> tuple[Config, list[int]]:
+def _some_layers(facts: Facts, inner: int | None = None, rotary: Config | None = None) -> tuple[Config, list[int]]:
     """Return what nearly all architectures state, and the key heads of each layer: none where it has no attention.
-    inner: as in :func:`common`."""
+    inner, rotary: as in :func:`~kvkeep.models.gguf.config_parts.common`."""
     heads = facts.each("attention.head_count_kv")
-    made = common(facts, kv_heads=max(heads), inner=inner)
+    made = common(facts, kv_heads=max(heads), inner=inner, rotary=rotary)
     return made | {"rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon")}, heads
 
 
 def _mamba2(facts: Facts) -> Config:
-    """Return the sizes of state spaces of Mamba-2, by the names of most families."""
+    """Return the sizes of Mamba-2 layers, by the names of most families."""
     heads, inner = facts.need("ssm.time_step_rank"), facts.need("ssm.inner_size")
     if heads <= 0 or inner <= 0 or inner % heads:
-        raise facts.keys.damaged(f"it states {heads} heads of a state space for {inner} channels")
+        raise facts.keys.damaged(f"it states {heads} heads of a Mamba-2 layer for {inner} channels")
     return {
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
@@ -45,11 +45,12 @@ def _mamba2(facts: Facts) -> Config:
 
 def _granitehybrid(facts: Facts) -> Config:
     made, heads = _some_layers(facts)
-    facts.expect("ssm.inner_size", 2 * facts.width, "runs only state spaces of twice the width in this architecture")
+    facts.expect("ssm.inner_size", 2 * facts.width, "runs only Mamba-2 layers of twice the width in this architecture")
     shared = facts.same("expert_shared_feed_forward_length", 0)
-    experts = {"num_local_experts": 0, "num_experts_per_tok": 0}
     if facts.count("expert_count", 0):
         experts = expert_counts(facts, "num_local_experts")
+    else:
+        experts = {"num_local_experts": 0, "num_experts_per_tok": facts.count("expert_used_count", 0)}
     return made | _mamba2(facts) | experts | {
         "model_type": "granitemoehybrid",
         **{name: read(facts) for name, read in GRANITE.items()},
@@ -74,7 +75,10 @@ def _falcon_h1(facts: Facts) -> Config:
 def _nemotron_h(facts: Facts) -> Config:
     facts.number("attention.layer_norm_epsilon")  # the converter writes the epsilon twice
     spaces, inner = _mamba2(facts), facts.each("feed_forward_length")
-    made, heads = _some_layers(facts, max(inner))
+    facts.count("rope.dimension_count")  # no layer has rotary embeddings
+    facts.number("rope.freq_base")
+    made, heads = _some_layers(facts, max(inner), {})
+    made["head_dim"] = facts.head_dim
     experts = bool(facts.count("expert_count", 0))
     names = {
         "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
@@ -95,7 +99,7 @@ def _nemotron_h(facts: Facts) -> Config:
     }
     if not experts:
         return made
-    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
     return made | routing(facts) | expert_counts(facts, "n_routed_experts") | {
         "n_shared_experts": facts.need("expert_shared_count"),
         "moe_intermediate_size": facts.same("expert_feed_forward_length"),
@@ -103,35 +107,44 @@ def _nemotron_h(facts: Facts) -> Config:
     }  # fmt: skip
 
 
-def _delta_net(facts: Facts) -> Config:
-    heads, inner = facts.need("ssm.time_step_rank"), facts.need("ssm.inner_size")
-    if heads <= 0 or inner <= 0 or inner % heads:
-        raise facts.keys.damaged(f"it states {heads} value heads for {inner} channels")
-    return rms(facts) | {
-        "linear_conv_kernel_dim": facts.need("ssm.conv_kernel"),
-        "linear_key_head_dim": facts.need("ssm.state_size"),
-        "linear_num_key_heads": facts.need("ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": inner // heads,
-        "layer_types": [
-            "linear_attention" if one else "full_attention"
-            for one in facts.kinds("attention.recurrent_layers", "full_attention_interval", 4)
-        ],
-    }
+def _delta_net(facts: Facts, inner: int | None = None) -> Config:
+    heads, channels = facts.need("ssm.time_step_rank"), facts.need("ssm.inner_size")
+    if heads <= 0 or channels <= 0 or channels % heads:
+        raise facts.keys.damaged(f"it states {heads} value heads for {channels} channels")
+    epsilons = {"rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon")}
+    return (
+        common(facts, inner=inner)
+        | epsilons
+        | {
+            "linear_conv_kernel_dim": facts.need("ssm.conv_kernel"),
+            "linear_key_head_dim": facts.need("ssm.state_size"),
+            "linear_num_key_heads": facts.need("ssm.group_count"),
+            "linear_num_value_heads": heads,
+            "linear_value_head_dim": channels // heads,
+            "layer_types": [
+                "linear_attention" if one else "full_attention"
+                for one in facts.kinds("attention.recurrent_layers", "full_attention_interval", 4)
+            ],
+        }
+    )
 
 
-def _qwen35(facts: Facts) -> Config:
-    made, key = _delta_net(facts), f"{facts.architecture}.rope.dimension_sections"
-    sections = [int(one) for one in facts.keys.items(key, int)]
+def _qwen35(facts: Facts, inner: int | None = None) -> Config:
+    made = _delta_net(facts, inner)
+    sections = facts.keys.items(f"{facts.architecture}.rope.dimension_sections", int)
+    if not sections:
+        raise facts.keys.damaged("it states no rope.dimension_sections")
     made["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
     return made
 
 
-def _shared_expert(facts: Facts) -> Config:
-    return expert_counts(facts) | {
-        "moe_intermediate_size": facts.same("expert_feed_forward_length"),
+def _shared_expert(facts: Facts, base: Callable[[Facts, int], Config]) -> Config:
+    """Return the config of a mixture, which need not state the width of dense MLPs, as it has none."""
+    width = facts.same("expert_feed_forward_length")
+    return base(facts, facts.same("feed_forward_length", width)) | expert_counts(facts) | {
+        "moe_intermediate_size": width,
         "shared_expert_intermediate_size": facts.same("expert_shared_feed_forward_length"),
-    }
+    }  # fmt: skip
 
 
 def _lfm2(facts: Facts) -> Config:
@@ -145,7 +158,7 @@ def _lfm2(facts: Facts) -> Config:
 
 
 def _lfm2moe(facts: Facts) -> Config:
-    facts.expect("expert_gating_func", 2, "knows only gates by sigmoids in this architecture")
+    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
     return _lfm2(facts) | expert_counts(facts) | {
         "model_type": "lfm2_moe",
         "num_dense_layers": facts.count("leading_dense_block_count", 0),
@@ -161,8 +174,8 @@ HYBRIDS: Mapping[str, Make] = {
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     # Its matrices are split as those of Qwen 3.5, which computes the same.
-    "qwen3next": made_of(lambda facts: _delta_net(facts) | _shared_expert(facts), "qwen3_5_moe_text"),
+    "qwen3next": made_of(lambda facts: _shared_expert(facts, _delta_net), "qwen3_5_moe_text"),
     "qwen35": made_of(_qwen35, "qwen3_5_text"),
-    "qwen35moe": made_of(lambda facts: _qwen35(facts) | _shared_expert(facts), "qwen3_5_moe_text"),
+    "qwen35moe": made_of(lambda facts: _shared_expert(facts, _qwen35), "qwen3_5_moe_text"),
 }  # fmt: skip
 """What makes these configs, by llama.cpp's names."""

@@ -1,0 +1,36 @@
+"""Tiny random mixtures of experts, of widths that the native library multiplies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+from families import COMMON
+
+MIXTURES = {
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**COMMON | OWN, head_dim=16, num_experts=8, decoder_sparse_step=1),
+    "mixtral": lambda: hf.MixtralConfig(
+        **COMMON | {"intermediate_size": 32}, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "olmoe": lambda: hf.OlmoeConfig(**COMMON | {"intermediate_size": 32}, num_experts=8, num_experts_per_tok=2),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **COMMON | {"intermediate_size": 32}, head_dim=16, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "nemotron_h": lambda: hf.NemotronHConfig(
+        **COMMON | {"num_hidden_layers": 2}, head_dim=8, layers_block_type=["full_attention", "moe"],
+        n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
+}  # fmt: skip
+OWN = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+
+
+def mixture(family: str) -> Any:
+    torch.manual_seed(1)
+    model = hf.AutoModelForCausalLM.from_config(MIXTURES[family]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model.eval()
