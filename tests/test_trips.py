@@ -26,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 DATA = ("contracts/", "memory/", "attention/inputs.py", "step/plan.py", "stores/checkpoints/spec.py", "geometry.py")
 """Types of data, what parts promise, and rows of tensors."""
+MODULES = ("step/sinks.py",)
+"""Each attention module is asked whether it has sinks."""
 LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
 """The library is called, whatever it does."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
@@ -55,7 +57,7 @@ def followed(*others: str) -> Iterator[set[str]]:
     finally:
         sys.setprofile(None)
         names = {name.removeprefix(CORE) for name in files if name.startswith(CORE)}
-        any_task = *DATA, *LIBRARY, *MODEL, *CHECKS, *FILES, *ANSWER, *NAMES
+        any_task = *DATA, *MODULES, *LIBRARY, *MODEL, *CHECKS, *FILES, *ANSWER, *NAMES
         found |= {name for name in names if not name.startswith((*any_task, *others))}
 
 
