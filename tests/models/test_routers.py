@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from kvkeep import KeepCache
 from kvkeep.models.loading import load
+from kvkeep.models.packed import PackedLinear
 from kvkeep.models.routers import RouterWeight
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -61,6 +62,16 @@ def test_mixtures_have_the_same_bits_for_any_chunk_and_batch(family: str, tmp_pa
     for row, length in enumerate(lengths):
         alone = step(model, KeepCache(model, "full"), ids[row : row + 1, 45 - length :])
         assert torch.equal(alone[0], together[row])
+
+
+def test_loading_decodes_no_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the weight of a packed matrix decodes it, which takes seconds in a model of billions."""
+
+    def decoded(_: Any) -> torch.Tensor:
+        raise AssertionError("a packed matrix was decoded")
+
+    monkeypatch.setattr(PackedLinear, "weight", property(decoded))
+    load(saved(mixture("qwen3_moe"), tmp_path), weights="bfloat16", device="cpu")
 
 
 def test_sinks_have_no_same_bits(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ def _computes(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
 def replace_routers(model: Any) -> None:
     """Replace the weights of a model's routers, where a trial shows that the library then computes their products; some
     multiply in float32."""
-    for module in model.modules():
+    for module in [one for one in model.modules() if "Router" in type(one).__name__]:
         weight = getattr(module, "weight", None)
-        if "Router" not in type(module).__name__ or not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             continue
         module.weight = made = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
         try:
