@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class AttentionInputs:
             keys, values = keys.dense(dtype)[:, None], values.dense(dtype)[:, None]
         return expand(keys, values)
 
-    @property
+    @cached_property
     def sinks(self) -> tuple[Tensor, Tensor] | None:
         """The module's sinks as a first partial result (:func:`sinks_of`)."""
         return sinks_of(self.module, self.query, self.value.shape[-1])
