@@ -346,9 +346,8 @@ class CacheStream:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
         source = self.geometry.layers[module.layer_idx].source
-        layer, pieces = self.layers[source], [(key, value)]
-        if self.attends_to_pieces(source):
-            pieces = layer.pieces()
+        layer = self.layers[source]
+        pieces = layer.pieces() if self.attends_to_pieces(source) else [(key, value)]
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
         output = None if self._has_sinks else native.attend_all(query, pieces, mask, scaling, start, self.first)
         square = self._has_sinks and self.first is None and key.shape[2] == query.shape[2]
