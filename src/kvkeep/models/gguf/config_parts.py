@@ -85,6 +85,11 @@ def expert_counts(facts: Facts, total: str = "num_experts") -> Config:
     return {total: count, "num_experts_per_tok": used}
 
 
+def sigmoid_routing(facts: Facts) -> None:
+    """Raise ModelError unless experts are chosen by sigmoids, as families of these architectures always do."""
+    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
+
+
 def made_of(base: Make, family: str, *parts: Mapping[str, Any], **settings: Any) -> Make:
     """Return what makes the config of a ``family``: what ``base`` reads, and these settings. A setting that can be
     called is given the facts."""

@@ -26,6 +26,7 @@ from kvkeep.models.gguf.config_parts import (
     made_of,
     rms,
     routing,
+    sigmoid_routing,
     windows,
 )
 from kvkeep.models.gguf.facts import MAX_HEAD_DIM, Facts
@@ -206,7 +207,7 @@ def _granitemoe(facts: Facts) -> Config:
 
 def _routed(facts: Facts) -> Config:
     """Return the config of experts chosen by sigmoids and a bias, beside a shared one, behind some dense layers."""
-    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
+    sigmoid_routing(facts)
     return rms(facts) | expert_counts(facts, "n_routed_experts") | routing(facts) | {
         "n_shared_experts": facts.need("expert_shared_count"),
         "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
@@ -214,14 +215,15 @@ def _routed(facts: Facts) -> Config:
     }  # fmt: skip
 
 
+def _as_wide_as_routed(facts: Facts, count: int, width: int) -> None:
+    key, wanted = "expert_shared_feed_forward_length", count * width
+    facts.expect(key, wanted, "expects the shared experts to be as wide as the routed ones")
+
+
 def _exaone_moe(facts: Facts) -> Config:
     made = _routed(facts)
     width, count = made["moe_intermediate_size"], made.pop("n_shared_experts")
-    facts.expect(
-        "expert_shared_feed_forward_length",
-        width * count,
-        "expects the shared experts to be as wide as the routed ones",
-    )
+    _as_wide_as_routed(facts, count, width)
     return made | windows(facts, 4, 0) | {
         "model_type": "exaone_moe", "num_experts": made.pop("n_routed_experts"), "num_shared_experts": count,
     }  # fmt: skip
@@ -230,11 +232,7 @@ def _exaone_moe(facts: Facts) -> Config:
 def _ernie_moe(facts: Facts) -> Config:
     made, experts = rms(facts), expert_counts(facts, "moe_num_experts")
     width, count = facts.same("expert_feed_forward_length"), facts.count("expert_shared_count", 0)
-    facts.expect(
-        "expert_shared_feed_forward_length",
-        width * count,
-        "expects the shared experts to be as wide as the routed ones",
-    )
+    _as_wide_as_routed(facts, count, width)
     return made | {
         "model_type": "ernie4_5_moe",
         "use_bias": HAS_BIAS(facts),
@@ -259,7 +257,7 @@ def _hunyuan_moe(facts: Facts) -> Config:
 
 
 def _minimax(facts: Facts) -> Config:
-    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
+    sigmoid_routing(facts)
     inner = {"intermediate_size": facts.same("expert_feed_forward_length")}
     return rms(facts) | expert_counts(facts, "num_local_experts") | inner | {"model_type": "minimax_m2"}
 
@@ -269,7 +267,7 @@ def _afmoe(facts: Facts) -> Config:
     facts.expect("expert_weights_norm", True, "supports only normalised expert weights in this architecture")
     for key in ("expert_group_count", "expert_group_used_count"):
         facts.expect(key, 1, "does not group experts in this architecture")
-    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
+    sigmoid_routing(facts)
     return rms(facts) | expert_counts(facts) | windows(facts, 4) | {
         "model_type": "afmoe",
         "num_shared_experts": facts.need("expert_shared_count"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvkeep.models.gguf.config_parts import (
+    BIAS,
     GRANITE,
     HAS_BIAS,
     Config,
@@ -15,6 +16,7 @@ from kvkeep.models.gguf.config_parts import (
     made_of,
     rms,
     routing,
+    sigmoid_routing,
 )
 from kvkeep.models.gguf.facts import Facts
 
@@ -51,10 +53,7 @@ def _granitehybrid(facts: Facts) -> Config:
         experts = expert_counts(facts, "num_local_experts")
     else:
         experts = {"num_local_experts": 0, "num_experts_per_tok": facts.count("expert_used_count", 0)}
-    return made | _mamba2(facts) | experts | {
-        "model_type": "granitemoehybrid",
-        **{name: read(facts) for name, read in GRANITE.items()},
-        "attention_bias": HAS_BIAS(facts),
+    return made_of(lambda _: made, "granitemoehybrid", BIAS, GRANITE)(facts) | _mamba2(facts) | experts | {
         "mamba_expand": 2,
         "layer_types": ["full_attention" if one else "linear_attention" for one in heads],
         "shared_intermediate_size": shared if experts["num_local_experts"] else facts.same("feed_forward_length"),
@@ -78,7 +77,7 @@ def _nemotron_h(facts: Facts) -> Config:
     facts.count("rope.dimension_count")  # no layer has rotary embeddings
     facts.number("rope.freq_base")
     made, heads = _some_layers(facts, max(inner), {})
-    made["head_dim"] = facts.head_dim
+    made["head_dim"], made["layer_norm_epsilon"] = facts.head_dim, made.pop("rms_norm_eps")
     experts = bool(facts.count("expert_count", 0))
     names = {
         "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
@@ -93,13 +92,12 @@ def _nemotron_h(facts: Facts) -> Config:
             "full_attention" if one else feeds if width else "linear_attention"
             for one, width in zip(heads, inner, strict=True)
         ],
-        "layer_norm_epsilon": made.pop("rms_norm_eps"),
         "attention_bias": HAS_BIAS(facts),
         "time_step_min": 1e-30,  # transformers takes its logarithm
     }
     if not experts:
         return made
-    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
+    sigmoid_routing(facts)
     return made | routing(facts) | expert_counts(facts, "n_routed_experts") | {
         "n_shared_experts": facts.need("expert_shared_count"),
         "moe_intermediate_size": facts.same("expert_feed_forward_length"),
@@ -149,8 +147,8 @@ def _shared_expert(facts: Facts, base: Callable[[Facts, int], Config]) -> Config
 
 def _lfm2(facts: Facts) -> Config:
     made, heads = _some_layers(facts)
+    made["norm_eps"] = made.pop("rms_norm_eps")
     return made | {
-        "norm_eps": made.pop("rms_norm_eps"),
         "layer_types": ["full_attention" if one else "conv" for one in heads],
         "conv_L_cache": facts.need("shortconv.l_cache"),
         "conv_bias": facts.has("shortconv.in_proj.bias"),
@@ -158,7 +156,7 @@ def _lfm2(facts: Facts) -> Config:
 
 
 def _lfm2moe(facts: Facts) -> Config:
-    facts.expect("expert_gating_func", 2, "supports only sigmoid routing in this architecture")
+    sigmoid_routing(facts)
     return _lfm2(facts) | expert_counts(facts) | {
         "model_type": "lfm2_moe",
         "num_dense_layers": facts.count("leading_dense_block_count", 0),
