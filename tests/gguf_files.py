@@ -70,6 +70,10 @@ def written(
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, _blocks(values, kind), raw_dtype=GGMLQuantizationType[kind])
+    return _finished(writer, tensors, path)
+
+
+def _finished(writer: GGUFWriter, tensors: Mapping[str, NDArray[Any]], path: Path) -> Path:
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -142,10 +146,4 @@ def requantised(
             )
         else:
             writer.add_tensor(tensor.name, values)
-    for name, values in tensors.items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _finished(writer, tensors, path)
