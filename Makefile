@@ -7,7 +7,7 @@ USED := $(VENV)/used
 # What the native library is made of: when it changes, the library is built anew.
 NATIVE := CMakeLists.txt $(wildcard cmake/*.cmake cmake/editable/CMakeLists.txt src/kvkeep/native/*.cpp src/kvkeep/native/*.h)
 
-.PHONY: venv model demo test test-lab test-quick soak lint docs hashes paths sanitize bench clean
+.PHONY: venv model demo test test-rest test-lab test-quick soak lint docs hashes paths sanitize bench clean
 .DEFAULT_GOAL := test
 
 # What a user needs, and what the tests need besides: the lab, both connectors, and lm-eval.
@@ -41,7 +41,11 @@ lint: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 
 test: lint model
-	$(PYTEST) tests --ignore tests/lab
+	$(PYTEST) --part change tests --ignore tests/lab
+
+# Slow tests, and the cases that `make test` leaves to another turn.
+test-rest: $(STAMP) model
+	$(PYTEST) --part rest tests --ignore tests/lab
 
 # The other distributions: the lab, and the connectors.
 test-lab: $(STAMP) model
@@ -49,7 +53,7 @@ test-lab: $(STAMP) model
 
 # A twelfth of the cases of the parts a method is made of, and of the contract: in less than a minute.
 test-quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --quick \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --part quick \
 	  tests/attention tests/memory tests/policies tests/stores tests/decode tests/test_*.py
 
 # The long forms of what the server promises, in a quarter of an hour to half an hour; SOAK=2,6 for some of them.
@@ -68,7 +72,7 @@ hashes: $(STAMP)
 paths: $(STAMP)
 	$(BIN)/python -c "from kvkeep.native.library import path; assert path() != 'torch', 'the native library was not built'"
 	for path in avx2 plain; do \
-	  KVKEEP_CPU=$$path OMP_NUM_THREADS=1 $(BIN)/pytest --quick tests/native tests/attention tests/test_bits_contract.py \
+	  KVKEEP_CPU=$$path OMP_NUM_THREADS=1 $(BIN)/pytest --part quick tests/native tests/attention tests/test_bits_contract.py \
 	    || exit 1; \
 	done
 

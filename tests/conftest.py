@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import EVERY, TURN
+from cases import TURN
 from families import tiny
 
 from kvkeep import plugins
@@ -32,12 +32,16 @@ WORDS = (  # noqa: SIM905
 
 _FOLDERS = itertools.count()
 SHARE = 12
+PARTS_OF_SUITE = {
+    "quick": "a twelfth of the cases of each test, and no slow or real ones",
+    "change": "no slow tests, and of those with the mark 'turns' the cases of this turn: for every change",
+    "rest": "what 'change' leaves out",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--quick", action="store_true", help="a twelfth of the cases of each test, and no slow or real ones"
-    )
+    lines = (f"{name}: {text}" for name, text in PARTS_OF_SUITE.items())
+    parser.addoption("--part", choices=[*PARTS_OF_SUITE], help="; ".join(lines) + ". All tests without it.")
 
 
 @pytest.hookimpl(trylast=True)
@@ -86,14 +90,18 @@ class AsTheyHappen:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases that have another turn. With ``--quick``: of each test function the first case, and every twelfth
-    after it; from another one on for each KVKEEP_TURN."""
-    quick = config.getoption("--quick")
+    """Leave out what is not in the ``--part`` of the suite. Each KVKEEP_TURN begins at another case."""
+    if (part := config.getoption("--part")) is None:
+        return
+    quick = part == "quick"
+    left_out = {"slow", "real"} if quick else {"slow"}
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not (quick and {"slow", "real"} & {mark.name for mark in item.iter_markers()}):
+        if not left_out & {mark.name for mark in item.iter_markers()}:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept = {item for own in cases.values() for item in _in_turn(own, SHARE if quick else None)}
+    if part == "rest":
+        kept = {*items} - kept
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -101,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _in_turn(cases: list[pytest.Item], share: int | None) -> list[pytest.Item]:
     """Of the cases of one test, return one of so many as ``share`` or its mark ``turns`` says."""
     mark = cases[0].get_closest_marker("turns")
-    share = share or (mark.args[0] if mark is not None and not EVERY else 1)
+    share = share or (mark.args[0] if mark is not None else 1)
     return cases[TURN % min(len(cases), share) :: share]
 
 

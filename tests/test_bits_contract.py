@@ -92,7 +92,7 @@ ANYWHERE = [(name, family) for name in ("full", "h2o+merge+verified") for family
 ANYWHERE += [(name, "deepseek_v3") for name in ("full", "static", "paged")]  # others expand latents in the step
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("name", "family"), list(dict.fromkeys([*ANYWHERE, *rotated()])))
 def test_logits_are_those_of_one_token_at_a_time(name: str, family: str, packed: Any, single: Any) -> None:
     model = packed(family)
@@ -207,7 +207,7 @@ def test_combinations_are_found() -> None:
     assert not every & {"h2o", "snapkv+checkpoint+pages"}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @torch.inference_mode()
 @pytest.mark.parametrize("first", COMBINATIONS)
 def test_whatever_is_called_exact_has_the_bits_of_full(

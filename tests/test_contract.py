@@ -206,6 +206,7 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
 EVERYWHERE = ("full", "residual", "tokens", "h2o+verified, residual", "snapkv", "kvslimmer")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("name", "family"), pairs(0, everywhere=EVERYWHERE))
 def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, family: str) -> None:
     """Greedily, by transformers' own generate(), or by the engine where the method drafts. A reset forgets everything,
@@ -233,6 +234,7 @@ def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, fami
         assert torch.equal(step(family, cache, tokens)[:, -1], answers[0].logits[place])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("name", "family"), pairs(1, everywhere=("h2o", "h2o+pages:1", "h2o+merge", "h2o+quantize:8")))
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     """Padded by whole chunks, so that each row's own tokens are taken in the same pieces as without padding."""
@@ -268,6 +270,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
     assert_near(batch[own], read(family, new_cache(name, family), *alone))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", covering_names((name for name, case in CASES.items() if not case.drafts), 2))
 def test_every_method_runs_beside_every_kind_of_recurrent_state(name: str) -> None:
     """Two rows, one of them padded, of which the states hold nothing."""
@@ -285,6 +288,7 @@ def test_every_method_runs_beside_every_kind_of_recurrent_state(name: str) -> No
         assert sum(one.nbytes for state in states for one in state.values()) == 2 * cache.geometry.recurrent_bytes()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(2, differs) if pair not in NORMED])
 def test_a_padded_row_generates_what_it_does_alone(name: str, family: str) -> None:
     """Padded by any number of slots, where the whole prompt is taken at once."""
@@ -304,6 +308,7 @@ def test_a_padded_row_generates_what_it_does_alone(name: str, family: str) -> No
     assert_near(torch.stack(batch.logits)[:, own], torch.stack(alone.logits))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(3, differs) if pair not in NORMED])
 def test_rows_in_another_order_repeated_and_left_out_go_on(name: str, family: str) -> None:
     """As if the batch had been so from the start; in a chunk that is long enough for a group to become one."""
@@ -329,6 +334,7 @@ def test_rows_in_another_order_repeated_and_left_out_go_on(name: str, family: st
 # -- tokens are taken back ----------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "family"), pairs(4, equals))
 def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: str) -> None:
     """After any of them the next step is what it is on a cache that never saw the rest. And a prompt taken in chunks
@@ -365,6 +371,7 @@ def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: 
     assert_sound(cache, case)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("name", "family", "gone"),
     [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(5, differs, without=RECURRENT))],
@@ -427,6 +434,7 @@ BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 SAMPLES = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("name", "family", "way"), [(*pair, number % 2) for number, pair in enumerate(pairs(6))])
 def test_beams_and_samples(name: str, family: str, way: int) -> None:
     """Of a padded batch; what does not equal stock is at least the same each time."""
@@ -442,6 +450,7 @@ def test_beams_and_samples(name: str, family: str, way: int) -> None:
     assert ours.sequences.tolist() == theirs.sequences.tolist()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("name", "family"), [pair for pair in pairs(7, without=ONE_WAY) if pair[1] != "gemma4" or streams(CASES[pair[0]])]
 )
@@ -469,6 +478,7 @@ def test_assisted_decoding(name: str, family: str) -> None:
 # -- elsewhere -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("name", "family"), pairs(8))
 def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_path: Path) -> None:
     """A fork does what the original would, and neither sees what the other takes in afterwards; a session that was
@@ -499,6 +509,7 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
     assert_near(continue_answer(session.cache, [8, 9]), ours, 1e-5)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", covering_names([*EXACT, *DRAFTING], 7))
 def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None:
     """Of every exact method, into a sixth of all of them: what follows is what follows on the unbounded cache."""
@@ -530,6 +541,7 @@ def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None
     assert_near(step(family, cache, ids[:, 50:51])[:, -1], expected(family, ids)[:, 50])
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "family"), pairs(9, streams, everywhere=("kv", "residual:3", "h2o+kv")))
 def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family: str) -> None:
     case, cache = CASES[name], new_cache(name, family)

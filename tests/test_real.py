@@ -11,7 +11,7 @@ from kvkeep_lab.prompts import TEXT
 from kvkeep import KeepCache, generate, load
 from kvkeep.stock import new_cache
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.real
 NEW, HALF = 8, TEXT.index(". ", len(TEXT) // 2) + 1
 
 

@@ -34,6 +34,7 @@ def stored(folder: Path, family: str, method: str, ids: torch.Tensor) -> BlockFo
     return blocks
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
 def test_a_cache_that_begins_with_blocks_goes_on_as_one_that_has_read_them(

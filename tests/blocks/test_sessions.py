@@ -73,6 +73,7 @@ def blocks_of(store: Store, name: str) -> list[Path]:
 # -- turns ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "family"), SOME)
 def test_saved_by_turns_it_is_as_if_it_had_never_been(name: str, family: str, tmp_path: Path) -> None:
     """Each turn goes on with the session that was saved after the one before; some are cropped before."""

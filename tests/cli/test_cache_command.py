@@ -202,6 +202,7 @@ def test_unused_blocks_are_deleted(run: Run, folder: str) -> None:
     assert (code, out) == (2, "") and "Name the sessions to delete" in err
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("damage", ["flipped", "pruned"])
 @pytest.mark.parametrize("method", ["kv-direct", "h2o"])
 def test_a_chat_without_its_blocks_reads_its_text_again(

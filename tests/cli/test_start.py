@@ -110,6 +110,7 @@ def test_what_was_put_off_runs_when_it_is_used(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["stand-in 3 False", "runs", "5 own 3 False"], done.stderr
 
 
+@pytest.mark.slow
 def test_the_whole_of_transformers_is_there_when_it_is_asked_for() -> None:
     lines = (
         "from kvkeep.cli.imports import Deferred, import_transformers",

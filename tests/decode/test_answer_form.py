@@ -124,6 +124,7 @@ def possible(several: bool = True, required: bool = True, content: Any = None) -
     return Calls(named, required, several, content)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("several", [True, False])
 def test_an_answer_that_has_to_call_calls_with_arguments_of_the_schema(kind: str, several: bool) -> None:
@@ -221,6 +222,7 @@ def test_schemas_of_real_agents_compile(template: str, kind: str) -> None:
     assert compiled(template, "weather", GOOD[kind]).processor(0)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("template", FORMATS)
 @pytest.mark.parametrize("kind", WRONG)
 def test_other_schemas_are_refused_with_a_sentence(template: str, kind: str) -> None:

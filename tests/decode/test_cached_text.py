@@ -22,6 +22,7 @@ def _said(seed: int, count: int = WORDS_OF_A_TURN) -> str:
     return " ".join(WORDS[(seed + 7 * number) % len(WORDS)] for number in range(count))
 
 
+@pytest.mark.turns(10)
 @pytest.mark.parametrize(("name", "family"), pairs(12))
 def test_another_prompt_behind_a_common_prefix(name: str, family: str) -> None:
     """The last one is a part of what was read."""

@@ -91,6 +91,7 @@ def same(one: KeepCache, other: KeepCache) -> None:
             assert torch.equal(tensor_of(ours[name]), tensor_of(theirs[name])), name
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(repetition=1.2)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

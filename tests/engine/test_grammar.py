@@ -82,6 +82,7 @@ FORMS: dict[str, tuple[Callable[[], str], Callable[[str], Any]]] = {
 }
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_answer_has_its_form(kind: str, form: str) -> None:

@@ -35,6 +35,7 @@ def stores(home: Place) -> dict[str, Rows]:
     }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("where", ["device", "host", "disk"])
 @pytest.mark.parametrize("name", stores(Device(CPU)))
 @settings(max_examples=60, deadline=None)

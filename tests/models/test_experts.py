@@ -42,6 +42,7 @@ def rounded(model: Any, bits: int) -> Any:
     return made
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("requested", ["bfloat16", "int8", "int4"])
 def test_logits_are_those_of_the_rounded_weights(family: str, requested: str, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def written(path: Path, file: dict[str, Any], **more: Any) -> Path:
     return path
 
 
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(("name", "pre"), [(name, pre) for name in FILES for pre in FILES[name]["names"]])
 def test_ids_are_those_of_llama_cpp(name: str, pre: str | None, tmp_path: Path) -> None:
     """With every name of a pre-tokenizer that llama.cpp knows."""

@@ -57,6 +57,7 @@ def half(rank: int, folder: str, port: int) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_methods_with_heads_split_over_two_processes_work_or_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

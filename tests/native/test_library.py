@@ -227,6 +227,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), normed() == expected)
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("threads", ["torch", "own"])

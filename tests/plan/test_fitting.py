@@ -30,6 +30,7 @@ def geometry() -> ModelGeometry:
     return ModelGeometry.of(tiny("llama"))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("budget", ["25%", "160", "120KB"])
 def test_every_row_is_the_memory_of_that_cache(budget: str) -> None:
     """To the byte, where the budgets of layers are not measured on the model; and within the peak, which decides

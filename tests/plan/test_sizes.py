@@ -93,6 +93,7 @@ def cache_of(name: str) -> Cache:
     return Cache(method, CheckpointSpec.parse(kind, case.options.get("where", "disk")))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method.reading is None])
 def test_every_case_on_a_quarter_of_the_families(name: str) -> None:
     """Each family with another length, budget and number of steps."""
@@ -102,6 +103,7 @@ def test_every_case_on_a_quarter_of_the_families(name: str) -> None:
         compare(family, cache, tokens, budget, steps)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("label", CACHES)
 def test_every_kind_and_place_whatever_the_budget(label: str) -> None:
     """One for each: cases without a checkpoint have others on other families."""

@@ -329,6 +329,7 @@ RULES: dict[str, Rule] = {
 }
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("method", RULES)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
@@ -347,6 +348,7 @@ def test_every_selector_keeps_what_its_reference_keeps(
     assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("recall", "lengths", "taken"),
     [

@@ -60,7 +60,7 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_body_has_a_few_errors_and_does_not_keep_the_event_loop(
     name: str, address: str, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +265,7 @@ def test_of_requests_that_arrive_before_the_model_as_many_wait_as_may() -> None:
 # -- slow readers -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

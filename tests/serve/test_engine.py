@@ -29,6 +29,7 @@ def serving(family: str = "llama", memory: int = PLENTY, **options: Any) -> Engi
     return Engine(small(family), memory, **options)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sessions_of_any_method_answer_as_alone(family: str) -> None:
     """They join one after the other, so that prompts are read beside answers."""

@@ -34,6 +34,7 @@ def task(messages: list[Any], what: str, field: str) -> list[Any]:
     return [{"role": "user", "content": f"{asked}<chat_history>\n{history}\n</chat_history>"}]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["method"])
 @pytest.mark.parametrize("stored", [False, True], ids=["in memory", "stored"])
 def test_requests_between_turns_take_nothing_from_the_conversation(

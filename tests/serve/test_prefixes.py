@@ -134,6 +134,7 @@ def test_an_answer_beyond_the_exact_part_does_not_depend_on_what_began_alike() -
         assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> None:
     """Owners, kinds, prefixes of any length, shorter prompts, cancelled answers, and little memory."""

@@ -136,6 +136,7 @@ def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:
     assert one.type == other.type == "function_call" and one.arguments == other.arguments
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["weather", "patch", None])
 def test_replies_are_of_the_types_of_the_openai_package(address: str, name: str | None) -> None:
     kind = "custom" if name == "patch" else "function"

@@ -345,6 +345,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     return client
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("how", ["of another kind", "too large", "is cancelled", "fails"])
 def test_an_answer_that_is_refused_costs_the_next_one_nothing(

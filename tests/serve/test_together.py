@@ -101,6 +101,7 @@ def test_a_token_of_one_cache_goes_through_all_layers_in_one_call(tmp_path: Path
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == len(text)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("spec", ["kvzip:sinks=2", "kvzip:least=1"])
 def test_scored_entries_are_planned_though_heads_keep_different_numbers(
     spec: str, tmp_path: Path, passes: list[int]
@@ -162,6 +163,7 @@ def test_quantised_groups_plan_each_token_but_the_one_that_fills_a_group(
     assert one.memory() == other.memory()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_sessions_together_are_as_each_alone(family: str, tmp_path: Path, shared: list[int], passes: list[int]) -> None:
     model = loaded(family, tmp_path)

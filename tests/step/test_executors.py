@@ -195,6 +195,7 @@ def family_of(name: str) -> str:
     return next(family for family in turned if taken(name, family))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", covering_names(name for name in CASES if "published" not in name))
 def test_executors_agree_in_every_case(name: str, calls: dict[str, int]) -> None:
     case, model = CASES[name], model_of(family_of(name))
@@ -211,6 +212,7 @@ def test_executors_agree_in_every_case(name: str, calls: dict[str, int]) -> None
     assert calls["run"] or name not in PLANNED
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("crop", [False, True])
 def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(crop: bool, calls: dict[str, int]) -> None:
     """Empty places lie in groups, and among waiting entries: of lanes that evict fewer, and of cropped entries."""
@@ -317,6 +319,7 @@ def test_tensors_that_were_compiled_serve_later_steps() -> None:
         assert_same_writes(one, other)
 
 
+@pytest.mark.slow
 def test_a_method_gives_the_same_by_either_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the prompt on, entries stay that stay by the other; nothing of the library is used in the second run."""
 

@@ -88,6 +88,7 @@ def _hoard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FATES, "hoard", Hoard)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("selector", ["h2o", "snapkv:window=4,kernel=3", "window", "lru", "knorm"])
 @pytest.mark.parametrize("lengths", [[50], [50, 31, 9]])
 def test_nothing_is_lost_and_nothing_counts_twice(selector: str, lengths: list[int]) -> None:

@@ -44,7 +44,7 @@ def dense(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
     return {}
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", sorted(path.name.removesuffix(".gguf.xz") for path in RECORDS.glob("*.gguf.xz")))
 def test_packed_weights_are_those_of_the_file(name: str, tmp_path: Path) -> None:
     """Also of weights whose rows or columns are reordered, joined or split."""

@@ -101,6 +101,7 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
     assert_near(found, steps(), 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 99), first=st.lists(st.integers(0, 70), min_size=2, max_size=2), room=st.integers(1, 3))

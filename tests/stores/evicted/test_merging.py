@@ -279,6 +279,7 @@ def test_equal_neighbours_merge_without_a_trace() -> None:
 # -- what leaves joins what stays ----------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("method", "cap"),
     [

@@ -97,6 +97,7 @@ class Reviver:
         return weights @ values
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("keys", "rate"), [("unsigned", SWAP), ("averaged", 0.1)])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_does_what_the_pseudocode_does(seed: int, keys: str, rate: float) -> None:

@@ -32,6 +32,7 @@ def _logits(model: Any, cache: KeepCache, ids: Tensor, steps: int = 8) -> Tensor
         return torch.cat([model(ids[:, at : at + 1], cache=cache).logits for at in range(-steps, -1)], 1)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["endless+passages:count=3,size=16", "endless+passages:count=20,size=16,exact=40"])
 def test_all_entries_or_all_blocks_are_full_attention(family: str, spec: str) -> None:
@@ -41,6 +42,7 @@ def test_all_entries_or_all_blocks_are_full_attention(family: str, spec: str) ->
     assert torch.allclose(found, wanted, atol=2e-3 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["disk", "host"])
 def test_memory_does_not_grow_with_the_text_beside_a_checkpoint_on_disk(where: str) -> None:
     model, found, kept = tiny("llama"), [], []

@@ -26,6 +26,7 @@ def afresh(family: str, row: torch.Tensor, new: int) -> torch.Tensor:
     return step(model, stock(model), torch.cat([kept, row[before:]])[None], logits_to_keep=new)[0]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 @pytest.mark.parametrize("first", [1, 28])
 def test_equals_reading_what_is_kept(family: str, first: int) -> None:

@@ -29,6 +29,7 @@ def states(name: str, batch: bool) -> dict[str, Tensor]:
     return {f"{layer.index}.{key}": part for layer in bounded(cache) for key, part in layer.state().items()}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch", [False, True])

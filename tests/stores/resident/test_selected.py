@@ -118,6 +118,7 @@ def test_of_entries_that_rank_alike_the_oldest_leaves(name: str, monkeypatch: py
 # -- memory -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", DROPPING)
 def test_rows_allocate_what_they_need(name: str) -> None:
     """Row by row, in blocks of 128 columns up to the budget: hand-computed for 300 tokens beside 20."""
@@ -141,6 +142,7 @@ def test_rows_allocate_what_they_need(name: str) -> None:
         assert [len(slots) for slots in slots_of(layer)] == [min(own, 21)] * 2
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", BY_VECTORS)
 def test_ragged_rows_are_what_they_are_alone(name: str) -> None:
     """Rows in banks of their own, that grow at different times, give what each gives without the others."""
