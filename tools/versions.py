@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = ("cli", "gguf")
 LOWEST = re.compile(r"([\w-]+)>=([\w.]+)")
 TESTS = [
-    "--part", "quick",
+    "--part",
+    "quick",
     "--deselect=tests/cli/test_cli.py::test_help_needs_neither_torch_nor_transformers",  # and the lab
     *(f"tests/{name}" for name in ("attention", "memory", "policies", "stores", "decode")),
     *(f"tests/cli/test_{name}.py" for name in ("cli", "demo_command")),
