@@ -73,7 +73,7 @@ def test_packed_weights_equal_those_of_the_folder(model_folder: Path) -> None:
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])  # see test_experts.py
 @pytest.mark.parametrize("requested", ["bfloat16", "int8"])
 def test_packed_weights_of_every_family_give_the_same_logits(family: str, requested: str, tmp_path: Path) -> None:
     """As the plain model with the weights that were packed."""
