@@ -189,12 +189,12 @@ def test_a_file_has_the_options_of_the_command_and_their_checks(
     (tmp_path / "keys").write_text("some-key\n")
     given = {"memory": "8MB", "budget": "25%", "sessions": "/chats", "keys": str(tmp_path / "keys"), "quota": None}
     service, scale = app(given)
-    assert (service.memory, service.cache, service.folder) == (8 * 10**6, {"budget": "25%"}, "/chats")
-    assert (service.quota, service.age, service.limits.answers, service.logs) == (QUOTA, None, 64, False)
+    assert (service.memory, service.cache, service.sessions) == (8 * 10**6, {"budget": "25%"}, "/chats")
+    assert (service.quota, service.age, service.limits.answers, service.log_requests) == (QUOTA, None, 64, False)
     assert (scale.minimum, scale.maximum, scale.cores, scale.ongoing) == (2, 2, 1, 8)
     given |= {"cors": ["https://chat.example"], "log_requests": "true", "age": "0.5", "time": 2, "waiting": "7"}
     service, scale = app(given | {"cores": "0.5", "conversations": "3", "replicas": 4, "quota": "1GB"})
-    assert (service.origins, service.logs, service.age) == (("https://chat.example",), True, 43200)
+    assert (service.cors, service.log_requests, service.age) == (("https://chat.example",), True, 43200)
     assert (service.limits.seconds, service.waiting, service.quota) == (2, 7, 10**9)
     assert (scale.maximum, scale.cores, scale.ongoing) == (4, 0.5, 3)
     wrong: dict[str, tuple[Any, ...]] = {

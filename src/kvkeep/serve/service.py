@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -26,7 +27,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.methods import Request
-from kvkeep.serve.engine import Engine
+from kvkeep.serve.engine import WAITING, Engine
 from kvkeep.serve.http.answer_events import Limits
 from kvkeep.serve.http.app import application
 from kvkeep.serve.session import peak_bytes
@@ -34,89 +35,73 @@ from kvkeep.serve.session_pool import SessionPool
 
 WARM_UP_TOKENS = 2
 """The number of tokens of the prompt and of the answer that are made before the first request."""
-
-DEFAULTS: Mapping[str, Any] = MappingProxyType({
-    **dict.fromkeys(("device", "pre", "memory", "sessions", "quota", "age", "answers", "time", "at_end", "capacity")),
-    "weights": "auto", "waiting": 64, "cors": (), "drafts": True, "as_sent": False, "log_requests": False,
+PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType({
+    "model": str, "weights": checked_format, "memory": bytes_of, "sessions": str,
+    "quota": partial(bytes_of, what="quota"), "age": lambda days: days * DAY_S, "cors": tuple,
 })  # fmt: skip
-"""Options of a process that are not given."""
+"""What makes the fields of a :class:`Service` of options; the others are as they are given."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """The options of one process of the server."""
+    """The options of one process of the server, by their names in ``kvkeep serve``."""
 
     pool: ClassVar[type[SessionPool]] = SessionPool
     """What holds its sessions."""
     model: str
-    weights: str
-    device: str | None
-    pre: str | None
-    """The pre-tokenizer of a GGUF file, in place of the one that it states."""
-    memory: int | None
-    """Bytes for all conversations; None: not set."""
-    waiting: int
-    """The maximum number of waiting requests."""
     cache: Mapping[str, Any]
     """Default cache options of a session."""
-    endless: bool
-    """Whether a session continues beyond the model's positions by default."""
-    capacity: int | None
-    """Maximum number of older entries that a session of ``endless`` stores; None: no limit."""
-    folder: str | None
-    """The folder of the store; None: conversations are in memory only."""
-    quota: int
-    """Maximum bytes of the store's blocks."""
-    age: float | None
-    """Seconds after which an unused session or block is removed."""
     keys: tuple[str, ...]
     limits: Limits
-    origins: tuple[str, ...]
-    """Origins whose pages may use the server (CORS)."""
-    drafts: bool
+    weights: str = "auto"
+    device: str | None = None
+    pre: str | None = None
+    """The pre-tokenizer of a GGUF file, in place of the one that it states."""
+    memory: int | None = None
+    """Bytes for all conversations; None: not set."""
+    waiting: int = WAITING
+    """The maximum number of waiting requests."""
+    at_end: str | None = None
+    """Beyond the model's positions, a session continues by default; None: longer prompts are refused."""
+    capacity: int | None = None
+    """Maximum number of older entries that a session of ``endless`` stores; None: no limit."""
+    sessions: str | None = None
+    """The folder of the store; None: conversations are in memory only."""
+    quota: int = QUOTA
+    """Maximum bytes of the store's blocks."""
+    age: float | None = None
+    """Seconds after which an unused session or block is removed."""
+    cors: tuple[str, ...] = ()
+    """Origins whose pages may use the server."""
+    drafts: bool = True
     """Whether answers have drafts (:mod:`kvkeep.engine.drafts`)."""
-    as_sent: bool
+    as_sent: bool = False
     """Whether lines of system prompts that change with each session stay where they are."""
-    logs: bool
+    log_requests: bool = False
     """Whether to log a line for each request."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Self:
-        """Parse the options of ``kvkeep serve`` by name; None: not set. Those that are left out are :data:`DEFAULTS`.
+        """Parse the options of ``kvkeep serve`` by name; None: the default. Those of other parts of it are left out.
         cache: default cache options of a session. Raises UsageError."""
-        given = {**DEFAULTS, **given}
-        request, at_end = Request.parse(**cache), given["at_end"]
-        if at_end is not None:
+        given = {name: value for name, value in given.items() if value is not None}
+        request = Request.parse(**cache)
+        if "at_end" in given:
             check_keeps(request)
-        if given["capacity"] is not None and at_end is None and not request.method.recall.endless:
+        elif "capacity" in given and not request.method.recall.endless:
             raise UsageError(f"A capacity limits sessions of '{ENDLESS}'; give --at-end endless, or --method endless.")
-        quota, age = given["quota"], given["age"]
-        _check_origins(given["cors"], bool(keys))
-        return cls(
-            model=str(given["model"]),
-            weights=checked_format(given["weights"]),
-            device=given["device"],
-            pre=given["pre"],
-            memory=None if given["memory"] is None else bytes_of(given["memory"]),
-            waiting=given["waiting"],
-            cache=cache,
-            endless=at_end is not None,
-            capacity=given["capacity"],
-            folder=None if given["sessions"] is None else str(given["sessions"]),
-            quota=QUOTA if quota is None else bytes_of(quota, "quota"),
-            age=None if age is None else age * DAY_S,
-            keys=(*keys,),
-            limits=Limits(given["answers"] if keys else None, given["time"]),
-            origins=(*given["cors"],),
-            drafts=given["drafts"],
-            as_sent=given["as_sent"],
-            logs=given["log_requests"],
+        _check_origins(given.get("cors", ()), bool(keys))
+        limits, names = (
+            Limits(given.get("answers") if keys else None, given.get("time")),
+            {one.name for one in fields(cls)},
         )
+        found = {name: PARSERS[name](one) if name in PARSERS else one for name, one in given.items() if name in names}
+        return cls(**found | {"cache": cache, "keys": (*keys,), "limits": limits})
 
     @property
     def place(self) -> str:
         """Where conversations are stored, for people."""
-        return str(self.folder)
+        return str(self.sessions)
 
     def load(self, progress: Callable[[str], None] | None = None) -> Loaded:
         """Load the model. progress, and what is raised: as in :func:`~kvkeep.models.loading.load`."""
@@ -129,21 +114,21 @@ class Service:
         """Return an engine that is not started. Raises UsageError if the store cannot be used."""
         store = self.store()
         assert self.memory is not None  # the memory is set by now
-        cache = endless_options(self.cache, ModelGeometry.of(loaded.model)) if self.endless else self.cache
+        cache = endless_options(self.cache, ModelGeometry.of(loaded.model)) if self.at_end else self.cache
         return Engine(loaded, self.memory, self.waiting, store, self.capacity, self.pool, **cache)
 
     def store(self) -> Store | None:
         """Return the store, if there is one; create its folder. Raises UsageError if nothing can be stored there."""
-        if self.folder is None:
+        if self.sessions is None:
             return None
-        store = Store(self.folder, quota=self.quota, age=self.age)
+        store = Store(self.sessions, quota=self.quota, age=self.age)
         try:
             store.create()
             store.check_writable()  # a store that exists may be read-only
         except SessionUnwritable as error:
             reason = str(getattr(error.__cause__, "strerror", error)).lower()
             raise UsageError(
-                f"Nothing can be stored in '{self.folder}': {reason}; name another folder, or keep conversations in "
+                f"Nothing can be stored in '{self.sessions}': {reason}; name another folder, or keep conversations in "
                 "memory only (--private)."
             ) from error
         return store
@@ -155,7 +140,7 @@ class Service:
         :func:`~kvkeep.serve.http.app.application`."""
         warm_up(engine)
         _prepare_forms(engine)  # in this thread: it blocks the others, which may not have taken a request yet
-        return application(engine, loaded, self.keys, self.limits, self.origins, scrape, self.as_sent)
+        return application(engine, loaded, self.keys, self.limits, self.cors, scrape, self.as_sent)
 
 
 def warm_up(engine: Engine) -> None:

@@ -122,7 +122,7 @@ class Replica:
         self.loaded = service.load()
         self.engine = service.engine(self.loaded)
         self.service, self.context = service, ray_serve().get_replica_context()
-        if service.logs:
+        if service.log_requests:
             log_requests()
         self.engine.start()
         threading.Thread(target=self._watch, daemon=True).start()

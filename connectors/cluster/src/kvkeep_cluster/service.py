@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from kvkeep.blocks.store import Store
 from kvkeep.serve.service import Service
@@ -65,20 +64,14 @@ class ClusterService(Service):
     bucket: str | None = None
     """The bucket of the store (``s3://BUCKET/PREFIX``); None: the store is in the folder only."""
 
-    @classmethod
-    def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Self:
-        """Parse the options by name. Raises UsageError."""
-        bucket = given["bucket"]
-        return replace(super().parse(given, cache, keys), bucket=None if bucket is None else str(bucket))
-
     @property
     def place(self) -> str:
         """Where conversations are stored, for people."""
-        return super().place if self.bucket is None else f"{self.bucket}, with copies in {self.folder}"
+        return super().place if self.bucket is None else f"{self.bucket}, with copies in {self.sessions}"
 
     def store(self) -> Store | None:
         """Return the store, if there is one. Raises UsageError if nothing can be stored there."""
         store = super().store()
         if store is None or self.bucket is None:
             return store
-        return BucketStore(store.folder, self.bucket, quota=self.quota, age=self.age)
+        return BucketStore(store.folder, str(self.bucket), quota=self.quota, age=self.age)

@@ -69,12 +69,9 @@ def serve(
         with startup():
             folder = store.folder()
             given: dict[str, Any] = {
-                "model": model.model, "weights": model.weights, "device": model.device, "pre": model.pre,
-                "memory": memory.memory,
-                "waiting": limits.waiting, "answers": limits.answers, "time": limits.time, "cors": network.cors or (),
-                "sessions": folder and folder.absolute(), "quota": store.quota, "age": store.age,
-                "log_requests": log_requests, "at_end": memory.at_end, "capacity": memory.capacity,
-                "drafts": drafts is options.DraftsOption.copies, "as_sent": memory.as_sent,
+                **vars(model), **vars(memory), **vars(network), **vars(limits), **vars(store),
+                "sessions": folder and folder.absolute(),
+                "drafts": drafts is options.DraftsOption.copies, "log_requests": log_requests,
             }  # fmt: skip
             service = processes.service(given, memory.cache(), keys)
         saved = store.describe(service)

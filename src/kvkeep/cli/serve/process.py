@@ -139,13 +139,7 @@ def _raise_file_limit() -> None:
 
 
 def serve_here(
-    server: HTTPServer,
-    service: Service,
-    address: Address,
-    conversations: int,
-    grace: float,
-    saved: str,
-    access: str,
+    server: HTTPServer, service: Service, address: Address, conversations: int, grace: float, saved: str, access: str
 ) -> None:
     """Load the model and serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
 
@@ -175,7 +169,7 @@ def serve_here(
     refusal = engine.sessions.storage.refusal
     note(saved if refusal is None else f"conversations are not stored: {refusal}")
     note(access)
-    if service.logs:
+    if service.log_requests:
         log_requests()
     _stop_on_signals(server, engine, grace)
     server.serve_until_exit(app)

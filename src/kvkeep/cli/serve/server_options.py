@@ -176,7 +176,7 @@ class StoreOptions:
 
     def describe(self, service: Service) -> str:
         """Return a line on what is stored where."""
-        if service.folder is None:
+        if service.sessions is None:
             return "conversations are kept in memory only"
         age = "" if self.age is None else f", for {self.age:g} days without use"
         where = f"conversations are stored in {service.place}, at most {size(service.quota)}{age}"

@@ -317,11 +317,7 @@ class ChatRequest(CompletionRequest, ConversationRequest):
 class TextRequest(CompletionRequest):
     """``POST /v1/completions``."""
 
-    void: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "suffix": ("",),
-        "best_of": (1,),
-        "echo": (False,),
-    }
+    void: ClassVar[Mapping[str, Sequence[Any]]] = {"suffix": ("",), "best_of": (1,), "echo": (False,)}
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """The maximum number of tokens of the answer; 0: the prompt is only read."""

@@ -15,11 +15,7 @@ from kvkeep.decode.answer_form import Calls
 from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import AnswerParts, ended
 from kvkeep.serve.http.protocol import Context, Progress, StreamEvent, server_sent
-from kvkeep.serve.http.response_items import (
-    FunctionTool,
-    HostedTool,
-    functions,
-)
+from kvkeep.serve.http.response_items import FunctionTool, HostedTool, functions
 from kvkeep.serve.session import Finished
 
 Events = Iterator[tuple[str, dict[str, Any]]]

@@ -21,15 +21,7 @@ from kvkeep.serve.http.conversation import (
     tool,
 )
 from kvkeep.serve.http.errors import APIError
-from kvkeep.serve.http.protocol import (
-    Context,
-    Name,
-    Object,
-    Prompt,
-    Reply,
-    Strict,
-    Text,
-)
+from kvkeep.serve.http.protocol import Context, Name, Object, Prompt, Reply, Strict, Text
 from kvkeep.serve.http.response_items import AnyItem, Tools, functions, messages_of
 from kvkeep.serve.http.response_reply import ResponseReply
 from kvkeep.serve.http.tools import MAX_TOOLS, check_choice
