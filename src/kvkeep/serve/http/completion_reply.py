@@ -11,7 +11,7 @@ from typing import Any
 from kvkeep.decode.answer_reader import Part, Reasoning
 from kvkeep.engine.pieces import TextPiece, TokenLogprob
 from kvkeep.engine.token_spelling import spelt
-from kvkeep.serve.http.conversation import AnswerCall, AnswerParts, ended
+from kvkeep.serve.http.conversation import AnswerCall, AnswerParts, ended, message_of
 from kvkeep.serve.http.protocol import Context, Progress, StreamEvent, server_sent
 from kvkeep.serve.session import Finished
 
@@ -40,7 +40,9 @@ class CompletionReply:
         tokens = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
         choice: dict[str, Any] = {"text": last.text}
         if self._parts is not None:
-            choice = {"message": _message(self._parts.joined(self._parts.all(last)))}
+            message = message_of(self._parts.joined(last), _call)
+            message["content"] = message["content"] or (None if "tool_calls" in message else "")
+            choice = {"message": message}
         choice |= {"index": self._context.index, "finish_reason": self._reason(last)}
         choice["logprobs"] = self._probabilities(tokens) if self._logprobs else None
         self._context.ended.append(last)
@@ -141,16 +143,6 @@ def usage(ends: Sequence[Finished | Exception]) -> dict[str, Any]:
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning for one in answers)},
         **{name: number for name, number in limits.items() if number is not None},
     }
-
-
-def _message(said: Sequence[str | Reasoning | AnswerCall]) -> dict[str, Any]:
-    """Return an answer's message."""
-    content = "".join(one for one in said if isinstance(one, str))
-    reasoning = "".join(one.text for one in said if isinstance(one, Reasoning))
-    calls = [_call(one) for one in said if isinstance(one, AnswerCall)]
-    extra = {"reasoning_content": reasoning, "tool_calls": calls}
-    message = {"role": "assistant", "content": (content or None) if calls else content}
-    return message | {name: one for name, one in extra.items() if one}
 
 
 def _call(call: AnswerCall) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class CompletionRequest(AnswerRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The maximum number of tokens of the answer."""
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
     """The number of answers."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] = Field(default_factory=dict)
@@ -91,33 +91,24 @@ class CompletionRequest(AnswerRequest):
             raise wrong("it needs 'stream': true; add that, or leave it out")
         return given
 
-    @property
-    def usage_in_stream(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     def choice(self, context: Context, logprobs: bool, parts: AnswerParts | None = None) -> CompletionReply:
         """Return the reply with one of the answers."""
-        return CompletionReply(context, self.n, self.usage_in_stream, logprobs, parts)
+        return CompletionReply(context, self.n, self.stream_options.include_usage, logprobs, parts)
 
     @property
     def token_limit(self) -> int | None:
-        """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_tokens
 
     @property
     def count(self) -> int:
-        """The number of answers."""
         return self.n
 
     @property
     def bias(self) -> dict[int, float]:
-        """What is added to the logits of tokens."""
         return {int(token): bias for token, bias in self.logit_bias.items() if bias}
 
     @property
     def stops(self) -> list[str]:
-        """Strings that end the answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
@@ -176,11 +167,6 @@ class Message(Strict):
         answers = isinstance(given, dict) and given.get("role") == "assistant" and given.get("content") is None
         return given | {"content": ""} if answers else given
 
-    @property
-    def text(self) -> str:
-        """The text of all parts."""
-        return text_of(self.content)
-
     @model_validator(mode="after")
     def _calls_of_answers(self) -> Message:
         if self.tool_calls is not None and self.role != "assistant":
@@ -193,7 +179,8 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        role = "system" if self.role == "developer" else self.role
+        found: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.reasoning_content:
             found["reasoning_content"] = self.reasoning_content
         if self.tool_calls is not None:
@@ -284,17 +271,14 @@ class ChatRequest(CompletionRequest, ConversationRequest):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer continues the last message."""
         return self.continue_final_message
 
     @property
     def token_limit(self) -> int | None:
-        """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def answer_form(self) -> AnswerForm:
-        """What the answer may be."""
         given, choice = self.response_format, self.tool_choice
         schema = (
             None if given is None else {"type": "object"} if given.json_schema is None else given.json_schema.schema_
@@ -306,11 +290,9 @@ class ChatRequest(CompletionRequest, ConversationRequest):
 
     @property
     def logprob_count(self) -> int | None:
-        """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     def reply(self, context: Context) -> Reply:
-        """Return the reply."""
         return self.choice(context, self.logprobs, AnswerParts(context, self.calls()))
 
 
@@ -331,7 +313,6 @@ class TextRequest(CompletionRequest):
 
     @property
     def logprob_count(self) -> int | None:
-        """The number of likeliest tokens reported with each token; None: no log-probabilities."""
         return self.logprobs
 
     def answers(self, tokenizer: Any, prompt: Sequence[int]) -> Answers:
@@ -339,7 +320,6 @@ class TextRequest(CompletionRequest):
         return Answers(AnswerFormat(), tokenizer)
 
     def reply(self, context: Context) -> Reply:
-        """Return the reply."""
         return self.choice(context, self.logprobs is not None)
 
 

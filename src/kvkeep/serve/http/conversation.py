@@ -113,42 +113,6 @@ class AnswerForm:
     field: str = "response_format"
     """The request's field with this schema."""
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the tools that the answer may call."""
-        known = [one["function"]["name"] for one in self.tools]
-        return [] if self.choice == "none" else [one for one in known if self.allowed is None or one in self.allowed]
-
-    def calls(self) -> Calls:
-        """Return which calls it may have."""
-        schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in self.tools}
-        names = [(one, schemas[one]) for one in self.names]
-        return Calls(names, self.choice == "required", self.several, self.schema)
-
-    def form(self) -> tuple[str, FormOf] | None:
-        """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
-        text."""
-        schema, calls = self.schema, self.calls()
-        if calls.tools:
-            return "tools", lambda answers, known: answers.form(calls, known)
-        if schema is None:
-            return None
-        return self.field, lambda answers, known: answers.after_reasoning(of_schema(schema), known)
-
-    def answered(self, context: Context) -> Callable[[Finished], dict[str, Any]]:
-        """Return what converts an answer to a message as chat templates take it."""
-        parts = AnswerParts(context, self.calls())
-
-        def message(answer: Finished) -> dict[str, Any]:
-            said = parts.joined(parts.all(answer))
-            calls = [called(one.id, one.name, one.object) for one in said if isinstance(one, AnswerCall)]
-            reasoning = "".join(one.text for one in said if isinstance(one, Reasoning))
-            optional = {"reasoning_content": reasoning, "tool_calls": calls}
-            content = "".join(one for one in said if isinstance(one, str))
-            return {"role": "assistant", "content": content} | {name: one for name, one in optional.items() if one}
-
-        return message
-
 
 class ConversationRequest(AnswerRequest):
     """A request for the next answer of a conversation."""
@@ -165,15 +129,27 @@ class ConversationRequest(AnswerRequest):
 
     def calls(self) -> Calls:
         """Return which calls the answer may have."""
-        return self.answer_form.calls()
+        given = self.answer_form
+        schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in given.tools}
+        allowed = () if given.choice == "none" else schemas if given.allowed is None else given.allowed
+        tools = [(name, schema) for name, schema in schemas.items() if name in allowed]
+        return Calls(tools, given.choice == "required", given.several, given.schema)
 
     def form(self) -> tuple[str, FormOf] | None:
         """Return the form of the answer, as :meth:`AnswerRequest.form`."""
-        return self.answer_form.form() or super().form()
+        schema, calls = self.answer_form.schema, self.calls()
+        if calls.tools:
+            return "tools", lambda answers, known: answers.form(calls, known)
+        if schema is not None:
+            return self.answer_form.field, lambda answers, known: answers.after_reasoning(of_schema(schema), known)
+        return super().form()
 
     def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
         """Return what converts an answer to a message as chat templates take it; None: it continues one."""
-        return None if self.continues else self.answer_form.answered(context)
+        if self.continues:
+            return None
+        parts = AnswerParts(context, self.calls())
+        return lambda answer: message_of(parts.joined(answer), lambda one: called(one.id, one.name, one.object))
 
 
 # -- answers ----------------------------------------------------------------------------------------------
@@ -227,10 +203,10 @@ class AnswerParts:
         """Return the call of which this is the first part."""
         return AnswerCall(call_id(self._answer_id, part.index), part.name, part.arguments)
 
-    def joined(self, parts: Iterable[Part]) -> list[str | Reasoning | AnswerCall]:
+    def joined(self, answer: Finished) -> list[str | Reasoning | AnswerCall]:
         """Return the texts, the reasoning and the calls of a complete answer in order."""
         found = list[str | Reasoning | AnswerCall]()
-        for part in parts:
+        for part in self.all(answer):
             before = found[-1] if found else None
             if isinstance(part, str) and isinstance(before, str):
                 found[-1] = before + part
@@ -244,6 +220,19 @@ class AnswerParts:
                 assert isinstance(before, AnswerCall)
                 before.arguments += part.arguments
         return found
+
+
+def message_of(
+    said: Sequence[str | Reasoning | AnswerCall], call: Callable[[AnswerCall], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the message of an answer. call: converts its calls."""
+    content = "".join(one for one in said if isinstance(one, str))
+    reasoning = "".join(one.text for one in said if isinstance(one, Reasoning))
+    optional = {
+        "reasoning_content": reasoning,
+        "tool_calls": [call(one) for one in said if isinstance(one, AnswerCall)],
+    }
+    return {"role": "assistant", "content": content} | {name: one for name, one in optional.items() if one}
 
 
 def ended(events: Sequence[StreamEvent]) -> Finished:

@@ -278,16 +278,13 @@ class MessagesRequest(CountRequest, ConversationRequest):
 
     @property
     def token_limit(self) -> int:
-        """The maximum number of tokens of the answer."""
         return self.max_tokens
 
     @property
     def stops(self) -> list[str]:
-        """Strings that end the answer."""
         return self.stop_sequences or []
 
     def reply(self, context: Context) -> Reply:
-        """Return the reply."""
         return MessageReply(context, AnswerParts(context, self.calls()))
 
 
@@ -309,7 +306,7 @@ class MessageReply:
     def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
         """Return the answer as one object. Raises the error that ended it."""
         last = ended(events)
-        content = [_block(one) for one in self._parts.joined(self._parts.all(last))]
+        content = [_block(one) for one in self._parts.joined(last)]
         return (
             self._head | {"content": content, **self._end(last), "usage": usage(last)} | self._context.extension(last)
         )

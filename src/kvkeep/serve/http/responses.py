@@ -121,7 +121,6 @@ class ResponseRequest(ConversationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_output_tokens
 
     def messages(self) -> list[dict[str, Any]]:
@@ -153,7 +152,6 @@ class ResponseRequest(ConversationRequest):
 
     @property
     def answer_form(self) -> AnswerForm:
-        """What the answer may be."""
         tools = [tool(name, one.description, one.arguments) for name, _, one in functions(self.tools or ())]
         given, choice, several = self.text.format, self.tool_choice, self.parallel_tool_calls
         schema = None if given.type == "text" else given.schema_ or {"type": "object"}
@@ -165,12 +163,12 @@ class ResponseRequest(ConversationRequest):
         return AnswerForm(tools, choice, None, several, schema, "text.format")
 
     def reply(self, context: Context) -> Reply:
-        """Return the reply."""
         choice, records = self.tool_choice, self._records if self.store else None
         repeated = {
             **self.model_dump(include={*_REPEATED}),
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "text": {"format": self.text.format.model_dump(exclude_none=True, by_alias=True)},
         }
-        answered = self.answer_form.answered(context)
+        answered = self.answered(context)
+        assert answered is not None  # no response continues a message
         return ResponseReply(context, repeated, self.messages(), self.calls(), self.tools or (), answered, records)
