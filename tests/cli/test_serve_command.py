@@ -109,7 +109,7 @@ def test_it_listens_before_anything_is_loaded(
     assert code == 0 and "each of 8 conversations: 'kv-direct' is used with" in err and "(exact); 8 conver" in err
     code, _, err = run(*common, "-x", "full", "--conversations", "3")
     assert code == 0 and "for 3 conversations of" in err and "(exact); 3 conversations" in err
-    monkeypatch.setattr("kvkeep.models.weight_memory.free_memory", lambda device: 4 * 10**6)
+    monkeypatch.setattr("kvkeep.cli.serve.defaults.free_memory", lambda device: 4 * 10**6)
     code, _, err = run(*common, "--conversations", "1000", "-x", "full")
     assert code == 0 and "memory: 1.0 MB, a quarter of the 4.0 MB that are free; 1000 conversations" in err
 

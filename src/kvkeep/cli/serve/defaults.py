@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvkeep.budget import size
+from kvkeep.cache import KeepCache
 from kvkeep.cli.output import note
 from kvkeep.errors import BudgetError, UsageError
-
-if TYPE_CHECKING:
-    from kvkeep.models.loading import Loaded
-    from kvkeep.serve.engine import Engine
-    from kvkeep.serve.service import Service
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.loading import Loaded
+from kvkeep.models.weight_memory import free_memory
+from kvkeep.plan.fitting import choose
+from kvkeep.plan.sizes import grant
+from kvkeep.policies.methods import resolve
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.service import Service
 
 UNLIMITED_TOKENS = 8192
 """Tokens of a planned conversation, if the model has no maximum number of positions."""
@@ -34,12 +39,6 @@ def with_defaults(service: Service, loaded: Loaded, conversations: int) -> Servi
 def default_memory(loaded: Loaded, conversations: int) -> tuple[int, str]:
     """Return the bytes of a server, and a line that explains them: space for ``conversations`` with all their entries,
     at most a part of the free memory."""
-    from kvkeep.budget import size
-    from kvkeep.geometry import ModelGeometry
-    from kvkeep.models.weight_memory import free_memory
-    from kvkeep.plan.sizes import grant
-    from kvkeep.policies.methods import resolve
-
     tokens, free = min(_positions(loaded), PLANNED_TOKENS), free_memory(next(loaded.model.parameters()).device)
     wanted = conversations * grant(ModelGeometry.of(loaded.model), resolve("full"), None, tokens)
     limit = free // MEMORY_SHARE
@@ -55,9 +54,6 @@ def default_memory(loaded: Loaded, conversations: int) -> tuple[int, str]:
 def default_cache(loaded: Loaded, memory: int, conversations: int) -> dict[str, Any]:
     """Return the options of the cache that :func:`~kvkeep.plan.fitting.choose` takes for each of ``conversations`` of
     the maximum length, and print the choice. Raises UsageError if nothing fits."""
-    from kvkeep.geometry import ModelGeometry
-    from kvkeep.plan.fitting import choose
-
     try:
         choice = choose(ModelGeometry.of(loaded.model), _positions(loaded), memory // conversations, shared=True)
     except BudgetError as error:
@@ -68,8 +64,6 @@ def default_cache(loaded: Loaded, memory: int, conversations: int) -> dict[str, 
 
 def describe_default(engine: Engine) -> str:
     """Return a line on the default cache, and how many conversations of the maximum length fit with it."""
-    from kvkeep.cache import KeepCache
-
     cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNLIMITED_TOKENS
     entries = "" if cache.entries is None else f" with {cache.entries} entries per layer"
     promise = cache.exactness if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens"
@@ -83,6 +77,4 @@ def describe_default(engine: Engine) -> str:
 
 def _positions(loaded: Loaded) -> int:
     """Return the tokens of the longest conversation."""
-    from kvkeep.geometry import ModelGeometry
-
     return ModelGeometry.of(loaded.model).max_positions or UNLIMITED_TOKENS
