@@ -29,18 +29,21 @@ class Metrics:
 
     def __init__(self, engine: Engine, memory: RequestMemory | None = None) -> None:
         self.engine, self.registry = engine, CollectorRegistry()
-        self._memory = memory or RequestMemory(0)
         base: dict[str, Any] = {"namespace": "kvkeep", "registry": self.registry}
-        self._running = Gauge("requests_running", "Requests that are being answered.", **base)
-        self._waiting = Gauge("requests_waiting", "Requests in the queue.", **base)
-        self._requests = Gauge("request_bytes", "Bytes of bodies and prompts of all requests.", **base)
+        memory = memory or RequestMemory(0)
+        for name, what, value in (
+            ("requests_running", "Requests that are being answered.", lambda: len(engine.running)),
+            ("requests_waiting", "Requests in the queue.", lambda: engine.waiting),
+            ("request_bytes", "Bytes of bodies and prompts of all requests.", lambda: memory.bytes),
+            ("sessions", "Sessions in memory.", lambda: len(engine.sessions.memory)),
+            ("cache_limit_bytes", "Limit of the bytes of all caches.", lambda: engine.arbiter.total),
+        ):
+            Gauge(name, what, **base).set_function(value)
         self._ended = Counter("requests_ended", "Answers that ended, by reason.", ["reason"], **base)
         self._rejected = Counter("requests_rejected", "Requests answered with an error, by code.", ["reason"], **base)
-        self._sessions = Gauge("sessions", "Sessions in memory.", **base)
         self._files = Counter("session_files", "Sessions parked in, restored from and saved to files.", ["how"], **base)
         self._seen = dict.fromkeys(engine.sessions.counts, 0)
         self._bytes = Gauge("cache_bytes", "Bytes of all caches, by kind.", ["kind"], **base)
-        self._limit = Gauge("cache_limit_bytes", "Limit of the bytes of all caches.", **base)
         self._granted = Gauge("cache_granted_bytes", "Bytes reserved for running answers.", **base)
         self._prompt = Counter(
             "prompt_tokens", "Prompt tokens, by whether they were read or found in a cache.", ["source"], **base
@@ -52,7 +55,6 @@ class Metrics:
         self._stored_bytes = Gauge("beginnings_bytes", "Bytes of their blocks.", **base)
         self._count_next = 0.0  # when the store is counted again
         ProcessCollector(registry=self.registry)
-        self._limit.set(engine.arbiter.total)
 
     def finished(self, event: StreamEvent) -> None:
         """Count an answer that finished or failed without its client's fault, and its tokens."""
@@ -77,9 +79,6 @@ class Metrics:
         for how, now in self.engine.sessions.counts.items():
             self._files.labels(how).inc(now - self._seen[how])
             self._seen[how] = now
-        self._running.set(len(self.engine.running))
-        self._waiting.set(self.engine.waiting)
-        self._requests.set(self._memory.bytes)
         await asyncio.to_thread(self._count_stored)
         return await asyncio.to_thread(generate_latest, self.registry)
 
@@ -97,4 +96,3 @@ class Metrics:
         for kind, count in self.engine.sessions.bytes_by_kind().items():
             self._bytes.labels(kind).set(count)
         self._granted.set(self.engine.granted)
-        self._sessions.set(len(self.engine.sessions.memory))
