@@ -36,12 +36,6 @@ from kvkeep.serve.http.protocol import (
 from kvkeep.serve.http.tools import NamedTool, ToolCall, Tools, check_choice
 
 
-def _no_function(role: Any) -> Any:
-    if role == "function":
-        raise wrong("functions are called tools now; send what it returned in a message of the role 'tool'")
-    return role
-
-
 def _one_prompt(given: Any) -> Any:
     """Return the prompt of a list of one, as clients send it."""
     if not isinstance(given, list) or not given or not isinstance(given[0], str | list):
@@ -150,7 +144,7 @@ class Message(Strict):
     void: ClassVar[Mapping[str, Sequence[Any]]] = {"tool_calls": ([],)}
     hints: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed", "cache_control"})
 
-    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_no_function)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
     name: Name | None = None
     reasoning_content: Text | None = None
