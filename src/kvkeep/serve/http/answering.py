@@ -43,7 +43,7 @@ from kvkeep.serve.http.protocol import (
     StreamEvent,
     encoded,
 )
-from kvkeep.serve.http.reuse import AnswerRecords, Reuse
+from kvkeep.serve.http.reuse import AnswerRecords, reused
 from kvkeep.serve.session import Finished, check_name
 
 request_log = logging.getLogger("kvkeep.requests")
@@ -99,7 +99,7 @@ class Answering:
         cache = await asyncio.to_thread(self._cache, name, body)
         encoding = self.encode(body.given, hold.bytes, owner)
         encoded_prompt = await (encoding if kept else unless_disconnected(request, encoding))
-        prompt = encoded_prompt.ids
+        prompt, messages = encoded_prompt.ids, encoded_prompt.messages
         answers = await in_worker(hold.bytes, body.answers, self._tokenizer, prompt)
         form = body.form()
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form, answers)
@@ -107,10 +107,12 @@ class Answering:
         limit = self._max_tokens(body.token_limit, prompt, cache)
         asks = body.asks(prompt, limit, self.sampling, grammar, answers)
         notes = [*encoded_prompt.notes, *_notes(answers, body.calls(), grammar)]
-        reuse = Reuse(self._tokenizer, prompt, encoded_prompt.messages, notes)
-        report = functools.cache(
-            reuse.report
-        )  # it may decode the prompt, so `remember` calls it first, in a worker thread
+
+        @functools.cache  # it may decode the prompt, so `remember` calls it first, in a worker thread
+        def report(answer: Finished) -> dict[str, Any]:
+            reuse = {} if messages is None else {"reuse": reused(self._tokenizer, prompt, messages, answer)}
+            return reuse | ({"notes": notes} if notes else {})
+
         context = Context(self.model, uuid.uuid4().hex, len(prompt), self.metrics.rejected, answers, report)
         contexts = [replace(context, index=number) for number in range(len(asks))]
         replies, remembered = [body.reply(one) for one in contexts], [body.answered(one) for one in contexts]
@@ -132,8 +134,8 @@ class Answering:
         def remember(number: int, event: StreamEvent) -> StreamEvent:
             if (answered := remembered[number]) is not None and isinstance(event, Finished):
                 event = self._answers.remember(self.records.of(owner), answered(event), event, answers.format)
-            if isinstance(event, Finished) and (reused := report(event).get("reuse")):
-                request_log.info("%s %s", request.state.request_id, reused)
+            if isinstance(event, Finished) and (reuse := report(event).get("reuse")):
+                request_log.info("%s %s", request.state.request_id, reuse)
             return event
 
         if kept is not None:

@@ -335,15 +335,15 @@ class MessageReply:
             for part in self._parts.add(event):
                 begins = self._begun(part)
                 if begins["type"] != kind or (isinstance(part, CallPart) and part.name):
-                    for one in _closed(index, kind):
-                        yield one
+                    if kind:
+                        yield _closed(index, kind)
                     index, kind = index + 1, begins["type"]
                     yield _event("content_block_start", index=index, content_block=begins)
                 if delta := _delta(part):
                     yield _event("content_block_delta", index=index, delta=delta)
             if isinstance(event, Finished):
-                for one in _closed(index, kind):
-                    yield one
+                if kind:
+                    yield _closed(index, kind)
                 end = {"delta": self._end(event), "usage": usage(event)}
                 yield _event("message_delta", **end, **self._context.extension(event))
                 yield _event("message_stop")
@@ -359,13 +359,11 @@ def _event(kind: str, **fields: Any) -> str:
     return server_sent({"type": kind, **fields}, kind)
 
 
-def _closed(index: int, kind: str) -> list[str]:
-    """Return the end of a block; of none, nothing. The clients of reasoning expect a signature."""
-    if not kind:
-        return []
+def _closed(index: int, kind: str) -> str:
+    """Return the end of a block. The clients of reasoning expect a signature."""
     signed = {"type": "signature_delta", "signature": SIGNATURE}
-    signature = [_event("content_block_delta", index=index, delta=signed)] if kind == "thinking" else []
-    return [*signature, _event("content_block_stop", index=index)]
+    signature = _event("content_block_delta", index=index, delta=signed) if kind == "thinking" else ""
+    return signature + _event("content_block_stop", index=index)
 
 
 def _block(said: str | Reasoning | AnswerCall) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvkeep.blocks.records import OwnerRecords
@@ -50,30 +50,14 @@ class AnswerRecords:
         return None
 
 
-@dataclass(frozen=True)
-class Reuse:
-    """Tells what an answer's prompt reused."""
-
-    tokenizer: Any
-    prompt: Sequence[int]
-    messages: Sequence[tuple[int, str]] | None
-    """For each message, the number of characters before it, and its number and role; empty: that is not known; None:
-    the prompt is not a conversation."""
-    notes: Sequence[str] = ()
-    """Sentences on what the server did with the request."""
-
-    def report(self, answer: Finished) -> dict[str, Any]:
-        """Return what a reply tells of it."""
-        notes = {"notes": [*self.notes]} if self.notes else {}
-        return notes if self.messages is None else {"reuse": self._sentence(answer, self.messages), **notes}
-
-    def _sentence(self, answer: Finished, messages: Sequence[tuple[int, str]]) -> str:
-        """Return how many of the prompt's tokens were not read again, and which message differs from the text that was
-        read before, if one does."""
-        found = f"reused {answer.cached:,} of {len(self.prompt):,} tokens"
-        if answer.diverged is None or not messages:
-            return found
-        characters = len(self.tokenizer.decode(self.prompt[: answer.diverged + 1]))
-        number = bisect_right([start for start, _ in messages], characters - 1) - 1
-        which = "the beginning" if number < 0 else f"message {messages[number][1]}"
-        return f"{found}; {which} differs from what was read before"
+def reused(tokenizer: Any, prompt: Sequence[int], messages: Sequence[tuple[int, str]], answer: Finished) -> str:
+    """Return how many of an answer's ``prompt`` tokens were not read again, and which message differs from the text
+    that was read before, if one does. messages: for each, the number of characters before it, and its number and role;
+    empty: that is not known."""
+    found = f"reused {answer.cached:,} of {len(prompt):,} tokens"
+    if answer.diverged is None or not messages:
+        return found
+    characters = len(tokenizer.decode(prompt[: answer.diverged + 1]))
+    number = bisect_right([start for start, _ in messages], characters - 1) - 1
+    which = "the beginning" if number < 0 else f"message {messages[number][1]}"
+    return f"{found}; {which} differs from what was read before"
