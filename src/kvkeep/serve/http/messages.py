@@ -176,11 +176,6 @@ class ToolChoice(Strict):
         return self
 
 
-_CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
-    "auto": "auto", "any": "required", "tool": "required", "none": "none",
-}  # fmt: skip
-
-
 class OutputFormat(Strict):
     """The form of an answer."""
 
@@ -261,7 +256,7 @@ class CountRequest(Strict):
         field = "output_config.format" if self.output_config.format else "output_format"
         return AnswerForm(
             [tool(one.name, one.description, one.input_schema) for one in self.tools or ()],
-            _CHOICES[choice.type],
+            "required" if choice.type == "any" or choice.type == "tool" else choice.type,
             None if choice.name is None else [choice.name],
             choice.name is None and not choice.disable_parallel_tool_use,
             None if format_ is None else format_.schema_,
