@@ -105,7 +105,8 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             ids[number] += client.ended.tokens
             found[number].append([*client.ended.tokens])
     assert engine.arbiter.total // 2 < max(measured) <= engine.arbiter.total  # a limit that is used
-    assert engine.sessions.parked > count and engine.sessions.storage.restored > count
+    counts = engine.sessions.storage.counts
+    assert counts["parked"] > count and counts["restored"] > count
     for number in range(count):
         assert found[number] == alone(parts[number], cache[number]), cache[number]
     engine.close()

@@ -64,18 +64,11 @@ class SessionPool:
         self.storage = SessionStorage(store, model, tokenizer, wake)
         self.beginnings = Beginnings(model, self.storage)
         self.memory: OrderedDict[Name, OpenSession] = OrderedDict()
-        self.parked = 0
-        """The number of evicted sessions."""
         self.released_bytes = 0
         """Bytes released since memory was last returned to the system."""
         self._model = model
         self._interrupted: list[OpenSession] = []
         self._evicted = 0.0
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The numbers of sessions parked, restored and saved so far."""
-        return {"parked": self.parked, "restored": self.storage.restored, "saved": self.storage.saved}
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes of all caches by kind, those on disk included; shared parts are counted once."""
@@ -217,7 +210,7 @@ class SessionPool:
                     self.storage.lost_turns[session.key] = note
         self.memory.pop(session.key, None)
         if session.stored is not None:  # closed first: no error may leave it locked
-            self.parked += session.state is not State.PARKED
+            self.storage.counts["parked"] += session.state is not State.PARKED
             self.storage.close(session.stored)
         self.released_bytes += session.counted[0]
 

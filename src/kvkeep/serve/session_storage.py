@@ -96,7 +96,8 @@ class SessionStorage:
             except SessionError as error:
                 store, self.refusal = None, str(error)
         self.store = store
-        self.restored = self.saved = 0
+        self.counts = dict.fromkeys(("parked", "restored", "saved"), 0)
+        """The numbers of sessions that were evicted, restored and saved so far."""
         self.lost_turns: dict[Name, str] = {}
         """Notes on sessions that were evicted from memory without their last turn."""
         self._tokenizer: str | None = None
@@ -153,7 +154,7 @@ class SessionStorage:
             log.warning("The last turn is not saved: %s", error if isinstance(error, KvkeepError) else place_of(error))
         else:
             session.unsaved = None
-            self.saved += 1
+            self.counts["saved"] += 1
             if renewed:
                 session.note = (
                     "Its stored files were removed or replaced while it was in use; the whole session is saved again."
@@ -269,7 +270,7 @@ class SessionStorage:
             session.note = self._read_anew(session.name, error)
         else:
             session.past = CachedText(loaded.cache, loaded.ids[0] if loaded.ids else ())
-            self.restored += 1
+            self.counts["restored"] += 1
             if len(session.past.ids) < saved:  # the log has the reason
                 session.note = "A part of its text was missing or damaged in the store, and was read again."
 

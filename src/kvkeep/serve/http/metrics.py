@@ -42,7 +42,7 @@ class Metrics:
         self._ended = Counter("requests_ended", "Answers that ended, by reason.", ["reason"], **base)
         self._rejected = Counter("requests_rejected", "Requests answered with an error, by code.", ["reason"], **base)
         self._files = Counter("session_files", "Sessions parked in, restored from and saved to files.", ["how"], **base)
-        self._seen = dict.fromkeys(engine.sessions.counts, 0)
+        self._seen = dict.fromkeys(engine.sessions.storage.counts, 0)
         self._bytes = Gauge("cache_bytes", "Bytes of all caches, by kind.", ["kind"], **base)
         self._granted = Gauge("cache_granted_bytes", "Bytes reserved for running answers.", **base)
         self._prompt = Counter(
@@ -76,7 +76,7 @@ class Metrics:
         """Return all figures; those of memory are as of the last step."""
         with suppress(KvkeepError, TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(self.engine.call(self._read_memory)), ENGINE_TIMEOUT_S)
-        for how, now in self.engine.sessions.counts.items():
+        for how, now in self.engine.sessions.storage.counts.items():
             self._files.labels(how).inc(now - self._seen[how])
             self._seen[how] = now
         await asyncio.to_thread(self._count_stored)
