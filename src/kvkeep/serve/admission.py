@@ -55,8 +55,7 @@ class Arbiter:
             )
 
     def fitting(self, cache: KeepCache, tokens: int) -> int:
-        """Return the number of sessions like ``cache``, with ``tokens`` tokens, that can be answered at the same
-        time."""
+        """Return how many sessions like ``cache``, with ``tokens`` tokens, can be answered at the same time."""
         return self.total // peak_bytes(cache, tokens)
 
     def grants(self, wanted: int, others: Iterable[SessionBytes]) -> bool:
@@ -65,11 +64,8 @@ class Arbiter:
 
 
 class Admission:
-    """The queue of an engine. Only the engine's thread uses it.
-
-    running, saving: the engine's admitted answers, and its answers whose turn is being saved. limit: the maximum number
-    of waiting answers.
-    """
+    """The queue of an engine, whose thread alone uses it. running, saving: the engine's admitted answers, and those
+    whose turn is being saved. limit: the maximum number of waiting answers."""
 
     def __init__(
         self,
@@ -146,8 +142,7 @@ class Admission:
                 self._leave(job)
 
     def _session(self, job: Job) -> OpenSession | None:
-        """Return the session that an answer continues; None while it is being opened. Raises the error of opening
-        it."""
+        """Return the session that an answer continues; None while it is being opened. Raises the error of that."""
         if job.name is None:
             job.session = job.session or OpenSession(None, CachedText(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
@@ -213,10 +208,7 @@ class Admission:
 
     def _begun(self, job: Job, session: OpenSession, prefix: Prefix | None, blocks: Sequence[BlockName]) -> bool:
         """Grant memory to an answer and begin it, with ``prefix`` or ``blocks`` of the store if there are any; restore
-        the session if necessary.
-
-        Return False if the answer has to wait. Raises the error of beginning it.
-        """
+        the session if necessary. Return False if the answer has to wait. Raises the error of beginning it."""
         peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens, len(blocks) * BLOCK)
         self.arbiter.check(peak)
         peak = max(peak, session.memory_bytes)  # a cache that is longer than needed keeps its memory
@@ -269,11 +261,8 @@ class Admission:
     def _way(
         self, session: OpenSession, wanted: int, going: OpenSession | None = None, staying: OpenSession | None = None
     ) -> list[OpenSession] | None:
-        """Return the idle sessions to evict so that ``session`` can have ``wanted`` bytes; None if evicting all is not
-        enough.
-
-        ``going`` is always evicted, ``staying`` never, and the others in :meth:`SessionPool.in_order_of_eviction`.
-        """
+        """Return the idle sessions to evict so that ``session`` can have ``wanted`` bytes; None if all are not enough.
+        ``going`` is always evicted, ``staying`` never, and the others in :meth:`SessionPool.in_order_of_eviction`."""
         others = {one: one.counted for one in self.sessions.memory.values() if one not in (session, going)}
         others |= {
             job.session: (job.granted, job.session.counted[1]) for job in self._running if job.session is not None

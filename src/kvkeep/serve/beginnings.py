@@ -87,8 +87,7 @@ class Beginnings:
         return self._storage.writer.run(lambda: self._trying("are not stored", kept))
 
     def _trying(self, what: str, work: Callable[[], T]) -> T | None:
-        """Return the result of ``work``; if it raises, write the reason to the log, unless the last try had the same
-        one, and return None."""
+        """Return the result of ``work``; None if it raises. The log has the reason, unless the last try had it."""
         try:
             found = work()
         except Exception as error:

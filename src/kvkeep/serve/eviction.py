@@ -16,8 +16,7 @@ from kvkeep.serve.session import OpenSession
 
 
 def by_value(sessions: Iterable[OpenSession]) -> list[OpenSession]:
-    """Return sessions in the order of their eviction, what is worth the least first. Each one's value is what it is
-    after those before it have gone."""
+    """Return sessions in the order of their eviction: each is worth the least after those before it have gone."""
     sorted_texts = sorted(sessions, key=lambda one: (one.owner, repr(one.cache.request), one.past.ids))
     shared = [0, *(_shared(one, other) for one, other in pairwise(sorted_texts)), 0]  # by each with its neighbours
 

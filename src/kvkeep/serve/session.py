@@ -199,8 +199,7 @@ class OpenedSession:
 
 
 def peak_bytes(cache: KeepCache, tokens: int) -> int:
-    """Return the peak bytes of memory of ``cache`` until it has read ``tokens`` tokens
-    (:func:`~kvkeep.plan.sizes.grant`)."""
+    """Return :func:`~kvkeep.plan.sizes.grant` of ``cache`` until it has read ``tokens`` tokens, bytes."""
     return grant(
         cache.geometry,
         cache.method,

@@ -86,9 +86,8 @@ class SessionPool:
         return [one for one in self.memory.values() if not one.busy]
 
     def in_order_of_eviction(self) -> list[OpenSession]:
-        """Return the sessions that can be evicted, in order: unnamed ones first, because clients cannot request them
-        again, by value (:func:`~kvkeep.serve.eviction.by_value`); then the least recently used; last those with an
-        unsaved turn."""
+        """Return the sessions that can be evicted, in order: unnamed ones by value, because clients cannot request them
+        again; then the least recently used; last those with an unsaved turn."""
         idle = self.idle()
         named = sorted((one for one in idle if one.name is not None), key=lambda one: one.unsaved is not None)
         return [*by_value(one for one in idle if one.name is None), *named]
@@ -122,8 +121,7 @@ class SessionPool:
         return reader or (best if best.ids else None)
 
     def named(self, job: Job) -> OpenSession | None:
-        """Return the session of a job's name; None while it is being opened. Raises SessionError and the errors of
-        KeepCache."""
+        """Return the session of a job's name; None while it is being opened. Raises SessionError, and as KeepCache."""
         assert job.name is not None
         if job.opening is None:
             if (known := self.get(job.name)) is not None:
@@ -139,8 +137,7 @@ class SessionPool:
         return self.memory.get(name)
 
     def adopt(self, opened: OpenedSession) -> OpenSession:
-        """Return an opened session, with an empty cache, whose turns must be restored. Raises SessionError and the
-        errors of KeepCache."""
+        """Return an opened session, with an empty cache, whose turns must be restored. Raises as :meth:`named`."""
         made = self.memory[opened.name] = self.storage.naming_session(opened.name, lambda: opened.session(self._model))
         return made
 
@@ -199,8 +196,7 @@ class SessionPool:
                 self.keep(session)
 
     def park(self, session: OpenSession) -> None:
-        """Evict a session; its turns remain in the store, if it is there. If the last save failed, save again and wait
-        for it."""
+        """Evict a session; its turns remain in the store, if it is there. If the last save failed, save again first."""
         if session.unsaved is not None and not session.followed:
             self.storage.write(session)
             if session.unsaved is not None:
@@ -227,15 +223,14 @@ class SessionPool:
         return True
 
     def facts(self, owner: str, name: str | None = None) -> dict[str, Any]:
-        """Return the facts that clients may see about the owner's sessions in memory, or one of them, by name, and the
-        notes on evicted ones."""
+        """Return what clients may see of the owner's sessions in memory, or of one, and notes on evicted ones, by
+        name."""
         lost = {key[1]: {"note": note} for key, note in [*self.storage.lost_turns.items()] if key[0] == owner}
         opened = ((key[1], one) for key, one in self.memory.items() if key[0] == owner and name in (None, key[1]))
         return lost | {key: one.facts() for key, one in opened}
 
     def evict(self) -> None:
-        """Enforce the store's quota and age once in :data:`EVICTION_INTERVAL_S`. Idle sessions over the age make
-        way."""
+        """Enforce the store's quota and age once in :data:`EVICTION_INTERVAL_S`, age also on idle sessions."""
         store = self.storage.store
         if store is None or time.monotonic() - self._evicted < EVICTION_INTERVAL_S:
             return

@@ -112,8 +112,7 @@ class SessionStorage:
         return self.writer.busy or self.reader.busy
 
     def open(self, name: Name, options: Mapping[str, Any]) -> Future[OpenedSession]:
-        """Open a session. options: KeepCache options of a new session. The future raises SessionError, and the errors
-        of KeepCache."""
+        """Open a session. options: KeepCache options of a new one. The future raises SessionError, and as KeepCache."""
         return self.writer.run(lambda: self.naming_session(name, lambda: self._open(name, options)))
 
     def restore(self, session: OpenSession) -> Future[None]:

@@ -182,9 +182,8 @@ class Answering:
             raise APIError(400, sentence, "invalid_value", "logit_bias")
 
     def _cache(self, name: tuple[str, str] | None, body: AnswerRequest) -> dict[str, Any]:
-        """Return the cache options of a request; an empty dict if it has none. Raises APIError, with the field, for a
-        wrong session name, method, budget or end. A method that may name a file is wrong unless it is the server's
-        method."""
+        """Return the cache options of a request, perhaps none. Raises APIError, with the field, for a wrong session
+        name, method, budget or end. A method that may name a file is wrong unless it is the server's method."""
         cache = body.cache()
         if name is not None:
             with naming_field("kvkeep.session"):

@@ -86,9 +86,8 @@ def application(
     as_sent: bool = False,
 ) -> FastAPI:
     """Return the application of a running engine. keys: those of its clients, whose sessions belong to them; none: all
-    clients are one. origins: origins whose pages may use it (CORS). scrape: returns the
-    text of ``/metrics``, if it covers more than this engine. as_sent: whether lines of system prompts that change with
-    each session stay where they are."""
+    clients are one. origins: origins whose pages may use it (CORS). scrape: returns the text of ``/metrics``, if it
+    covers more than this engine. as_sent: whether lines of system prompts that change with each session stay."""
     memory = RequestMemory(MAX_REQUEST_BYTES)
     metrics = Metrics(engine, memory)
     answering = Answering(engine, loaded, limits or Limits(), metrics, as_sent)
@@ -221,7 +220,6 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/page/{name}")
     async def file(request: Request, name: str) -> Response:
-        """Return a file of the page."""
         if name not in files:
             raise APIError(404, f"The page has no file '{name}'.")
         headers = {**PAGE_HEADERS, "ETag": tags[name]}
@@ -231,7 +229,6 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/")
     async def index(request: Request) -> Response:
-        """Return the chat page."""
         return await file(request, "index.html")
 
 
@@ -240,7 +237,6 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        """Answer a conversation."""
         return await answering.respond(request, await read_body(request, ChatRequest))
 
     @app.post("/v1/responses")
@@ -251,12 +247,10 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
 
     @app.get("/v1/responses/{response_id}")
     async def response_of(request: Request, response_id: str) -> Any:
-        """Return a recorded response."""
         return (await recorded(request, response_id))["response"]
 
     @app.delete("/v1/responses/{response_id}")
     async def remove_response(request: Request, response_id: str) -> Any:
-        """Remove a recorded response."""
         await recorded(request, response_id)
         await asyncio.to_thread(records.remove, request.state.owner, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
@@ -282,7 +276,6 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
-        """Continue a text."""
         return await answering.respond(request, await read_body(request, TextRequest))
 
     @app.get("/v1/sessions/{name}/answers/{answer}")
@@ -319,12 +312,10 @@ def _add_models(app: FastAPI, answering: Answering) -> None:
 
     @app.get("/v1/models")
     async def models() -> Any:
-        """List the one model."""
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}")
     async def model_of(name: str) -> Any:
-        """Describe the model."""
         answering.check_model(name)
         return model
 
@@ -339,12 +330,10 @@ def _add_operations(app: FastAPI, engine: Engine, scrape: Callable[[], Awaitable
 
     @app.get("/ready")
     async def ready() -> Any:
-        """Check whether the server accepts requests."""
         if engine.stopping:
             raise APIError(503, "The server is shutting down.", "stopping")
         return {"status": "ready"}
 
     @app.get("/metrics")
     async def metrics() -> Any:
-        """Return metrics for Prometheus."""
         return Response(await scrape(), media_type=CONTENT_TYPE)

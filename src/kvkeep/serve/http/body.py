@@ -103,8 +103,7 @@ class Hold:
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """Return the key in a request's ``headers``: OpenAI's clients send it as ``Authorization: Bearer``, Anthropic's as
-    ``x-api-key``; None: there is none."""
+    """Return the key in ``headers``, if any: ``Authorization: Bearer``, or ``x-api-key`` of Anthropic's clients."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
@@ -236,8 +235,7 @@ async def read_body(request: Request, schema: type[Schema]) -> Schema:
 
 
 def _parsed(schema: type[Schema], parts: list[bytes], kind: str) -> Schema | APIError:
-    """Return the fields of a body, or the error: raised, it would keep the body through its traceback. The parts are
-    freed."""
+    """Return the fields of a body, or the error: raised, its traceback would keep the body. The parts are freed."""
     body = b"".join(parts)
     parts.clear()
     if not body:

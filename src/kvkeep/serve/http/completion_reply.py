@@ -50,8 +50,7 @@ class CompletionReply:
         return self._head | found | self._context.extension(last)
 
     def _reason(self, answer: Finished) -> str:
-        """Return the finish reason. An answer cut off by the time limit or the server's end has the reason
-        "length"."""
+        """Return the finish reason: "length" also if the time limit or the server's end cut the answer off."""
         if answer.reason != "stop":
             return "length"
         return "tool_calls" if self._parts is not None and self._parts.calls else "stop"
@@ -129,8 +128,7 @@ def _token(data: bytes, logprob: float) -> dict[str, Any]:
 
 def usage(ends: Sequence[Finished | Exception]) -> dict[str, Any]:
     """Return the numbers of tokens of the answers to a request, by their ends; cached tokens were not read again. For a
-    text past its exact part, include the length of this part; if the oldest entries were dropped, include their
-    number."""
+    text past its exact part, include the part's length; if the oldest entries were dropped, include their number."""
     answers = [one for one in ends if isinstance(one, Finished)]
     answer, written = answers[0], sum(one.written for one in answers)
     prompt = answer.cached + answer.read

@@ -174,8 +174,7 @@ class AnswerCall:
 
 
 def call_id(answer: str, index: int) -> str:
-    """Return the id of a call, by its number in an answer with this id. Some templates take nine letters and digits,
-    and nothing else."""
+    """Return the id of a call, by its number in an answer: some templates take only nine letters and digits."""
     digest = int.from_bytes(hashlib.sha256(f"{answer} {index}".encode()).digest()[:8])
     return "".join(_LETTERS[digest // len(_LETTERS) ** place % len(_LETTERS)] for place in range(9))
 

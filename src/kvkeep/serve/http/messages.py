@@ -314,8 +314,7 @@ class MessageReply:
         return {"stop_reason": ended if answer.reason == "stop" else "max_tokens", "stop_sequence": None}
 
     async def stream(self, events: AsyncIterator[StreamEvent | Progress]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events. An error is an event of its own, and progress is a comment and a
-        ``ping``."""
+        """Yield the answer as server-sent events. An error is an event, and progress is a comment and a ``ping``."""
         began = {"input_tokens": self._context.prompt_tokens, "output_tokens": 0}
         message = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": began}
         yield _event("message_start", message=message)

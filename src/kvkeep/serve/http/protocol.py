@@ -75,8 +75,7 @@ def _not_empty(given: str) -> str:
 
 
 def readable(given: Any) -> Any:
-    """Return an object of any fields, if it can be JSON again and is not deep: what reads it calls itself for
-    each level."""
+    """Return an object of any fields, if it can be JSON again and is not deep: its readers call themselves."""
     layer, depth = [given], 0
     while layer := [one for part in layer for one in (part.values() if isinstance(part, dict) else part)
                     if isinstance(one, dict | list)]:  # fmt: skip
@@ -188,8 +187,7 @@ class ChatPrompt:
 
 Prompt = str | list[int] | ChatPrompt
 FormOf = Callable[[Answers, Any], str]
-"""Returns a form for :class:`~kvkeep.engine.grammar.Grammar`, given the model's format of answers and llguidance's
-vocabulary."""
+"""Returns a form for :class:`~kvkeep.engine.grammar.Grammar` by the format of answers and llguidance's vocabulary."""
 
 
 StreamEvent = TextPiece | Finished | Exception
@@ -312,8 +310,7 @@ class AnswerRequest(Strict):
         return 1
 
     def form(self) -> tuple[str, FormOf] | None:
-        """Return the field that gives the answer a form, and what makes this form; None: the answer may be any
-        text."""
+        """Return the field that gives the answer a form, and what makes this form; None: it may be any text."""
         regex, grammar = self.kvkeep.regex, self.kvkeep.grammar
         if regex is not None:
             return "kvkeep.regex", lambda answers, known: answers.after_reasoning(of_regex(regex), known)
@@ -354,8 +351,7 @@ class AnswerRequest(Strict):
         """Return the reply, which has no events yet."""
 
     def answered(self, context: Context) -> Callable[[Finished], Mapping[str, Any]] | None:
-        """Return what converts an answer to a message as chat templates take it; None: it is not one of a
-        conversation."""
+        """Return what converts an answer to a message of chat templates; None: it is not one of a conversation."""
         return None
 
 

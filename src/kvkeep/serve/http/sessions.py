@@ -45,7 +45,6 @@ def session_routes(
 
     @routes.get("/methods")
     async def list_methods() -> Any:
-        """List the methods that have a name, and the server's default."""
         default = CacheRequest.parse(**engine.cache)
         standard = {"method": default.method.name, "budget": None if default.budget is None else str(default.budget)}
         data = [
@@ -82,7 +81,6 @@ def _add_sessions(routes: APIRouter, engine: Engine, forget: Callable[[str, str]
 
     @routes.get("/sessions/{name}")
     async def one(request: Request, name: str) -> Any:
-        """Describe a session."""
         found = (await known(request.state.owner, name)).get(name)
         if found is None:
             raise _unknown(name)
@@ -90,8 +88,7 @@ def _add_sessions(routes: APIRouter, engine: Engine, forget: Callable[[str, str]
 
     @routes.delete("/sessions/{name}")
     async def remove(request: Request, name: str) -> Any:
-        """Delete a session from memory and disk, and its named answers. The status is 409 while it generates an
-        answer."""
+        """Delete a session from memory and disk, and its named answers. While it is answering, the status is 409."""
         key = (request.state.owner, name)
         forget(*key)
         with suppress(UsageError):
@@ -115,7 +112,6 @@ def _add_caches(
 
     @routes.get("/memory")
     async def memory() -> Any:
-        """Return the bytes that all sessions use, and their limit."""
         kinds = await in_engine(pool.bytes_by_kind)
         numbers = {"running": len(engine.running), "waiting": engine.waiting, "sessions": len(pool.memory)}
         used = sum(kinds.values()) - kinds["checkpoint_disk"]
@@ -233,8 +229,7 @@ class CacheView:
         return each
 
     def body(self, columns: int) -> dict[str, Any]:
-        """Return the view as JSON data, with :meth:`map` of at most ``columns`` columns. Shares are bytes, in
-        base64."""
+        """Return the view as JSON, with at most ``columns`` columns of :meth:`map`. Shares are bytes, in base64."""
         kept, map = self.kept(), self.map(columns := min(columns, len(self.ids)))
         shares = kept / kept.sum(-1, keepdim=True)
         present = {state.name.lower(): state for state in EntryState if kept[:, state].any()}
