@@ -26,7 +26,7 @@ from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.body import MAX_BODY_BYTES
+from kvkeep.serve.http.body import MAX_BODY_BYTES, RequestMemory
 from kvkeep.serve.http.metrics import Metrics
 
 
@@ -333,7 +333,7 @@ def test_the_documentation_has_every_figure_with_its_labels() -> None:
     section = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().partition("## Metrics")[2]
     rows = [line.split("|")[1] for line in section.partition("```")[0].splitlines() if line.startswith("| `")]
     found = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    own, made = set(), Metrics(Engine(Loaded(tiny("llama"), tokenizer(), "tiny", "tiny"), 10**8))
+    own, made = set(), Metrics(Engine(Loaded(tiny("llama"), tokenizer(), "tiny", "tiny"), 10**8), RequestMemory(0))
     for one in made.registry._collector_to_names:
         if isinstance(one, Counter | Gauge | Histogram):
             labels = "{" + ",".join(one._labelnames) + "}" if one._labelnames else ""

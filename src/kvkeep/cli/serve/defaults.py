@@ -18,10 +18,9 @@ from kvkeep.policies.methods import resolve
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.service import Service
 
-UNLIMITED_TOKENS = 8192
-"""Tokens of a planned conversation, if the model has no maximum number of positions."""
 PLANNED_TOKENS = 8192
-"""Maximum tokens of a conversation for which memory is reserved by default."""
+"""Maximum tokens of a conversation for which memory is reserved by default, and its tokens if the model has no maximum
+number of positions."""
 MEMORY_SHARE = 4
 """The default memory is at most 1/MEMORY_SHARE of the free memory."""
 
@@ -39,8 +38,9 @@ def with_defaults(service: Service, loaded: Loaded, conversations: int) -> Servi
 def default_memory(loaded: Loaded, conversations: int) -> tuple[int, str]:
     """Return the bytes of a server, and a line that explains them: space for ``conversations`` with all their entries,
     at most a part of the free memory."""
-    tokens, free = min(_positions(loaded), PLANNED_TOKENS), free_memory(next(loaded.model.parameters()).device)
-    wanted = conversations * grant(ModelGeometry.of(loaded.model), resolve("full"), None, tokens)
+    geometry, free = ModelGeometry.of(loaded.model), free_memory(next(loaded.model.parameters()).device)
+    tokens = min(geometry.max_positions or PLANNED_TOKENS, PLANNED_TOKENS)
+    wanted = conversations * grant(geometry, resolve("full"), None, tokens)
     limit = free // MEMORY_SHARE
     load = f"{conversations} conversations of {tokens:,} tokens with all their entries"
     if wanted <= limit:
@@ -54,8 +54,9 @@ def default_memory(loaded: Loaded, conversations: int) -> tuple[int, str]:
 def default_cache(loaded: Loaded, memory: int, conversations: int) -> dict[str, Any]:
     """Return the options of the cache that :func:`~kvkeep.plan.fitting.choose` takes for each of ``conversations`` of
     the maximum length, and print the choice. Raises UsageError if nothing fits."""
+    geometry = ModelGeometry.of(loaded.model)
     try:
-        choice = choose(ModelGeometry.of(loaded.model), _positions(loaded), memory // conversations, shared=True)
+        choice = choose(geometry, geometry.max_positions or PLANNED_TOKENS, memory // conversations, shared=True)
     except BudgetError as error:
         raise UsageError(f"{error} Give more --memory, fewer --conversations, or a --method.") from error
     note(f"each of {conversations} conversations: {choice.reason}")
@@ -64,7 +65,7 @@ def default_cache(loaded: Loaded, memory: int, conversations: int) -> dict[str, 
 
 def describe_default(engine: Engine) -> str:
     """Return a line on the default cache, and how many conversations of the maximum length fit with it."""
-    cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNLIMITED_TOKENS
+    cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or PLANNED_TOKENS
     entries = "" if cache.entries is None else f" with {cache.entries} entries per layer"
     promise = cache.exactness if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens"
     name = f"default cache: '{cache.method.name}'{entries} ({promise})"
@@ -73,8 +74,3 @@ def describe_default(engine: Engine) -> str:
     if fitting := engine.arbiter.fitting(cache, tokens):
         return f"{name}; {fitting} conversations of {tokens:,} tokens fit at once, more take turns"
     return f"{name}; a conversation of {tokens:,} tokens does not fit, only shorter ones do"
-
-
-def _positions(loaded: Loaded) -> int:
-    """Return the tokens of the longest conversation."""
-    return ModelGeometry.of(loaded.model).max_positions or UNLIMITED_TOKENS

@@ -85,10 +85,6 @@ class CompletionRequest(AnswerRequest):
             raise wrong("it needs 'stream': true; add that, or leave it out")
         return given
 
-    def choice(self, context: Context, logprobs: bool, parts: AnswerParts | None = None) -> CompletionReply:
-        """Return the reply with one of the answers."""
-        return CompletionReply(context, self.n, self.stream_options.include_usage, logprobs, parts)
-
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
@@ -287,7 +283,8 @@ class ChatRequest(CompletionRequest, ConversationRequest):
         return self.top_logprobs if self.logprobs else None
 
     def reply(self, context: Context) -> Reply:
-        return self.choice(context, self.logprobs, AnswerParts(context, self.calls()))
+        parts, usage = AnswerParts(context, self.calls()), self.stream_options.include_usage
+        return CompletionReply(context, self.n, usage, self.logprobs, parts)
 
 
 class TextRequest(CompletionRequest):
@@ -314,7 +311,7 @@ class TextRequest(CompletionRequest):
         return Answers(AnswerFormat(), tokenizer)
 
     def reply(self, context: Context) -> Reply:
-        return self.choice(context, self.logprobs is not None)
+        return CompletionReply(context, self.n, self.stream_options.include_usage, self.logprobs is not None)
 
 
 class TokenizeRequest(Strict):

@@ -27,10 +27,9 @@ COUNT_INTERVAL_S = 60.0
 class Metrics:
     """The figures of one engine, in a separate registry."""
 
-    def __init__(self, engine: Engine, memory: RequestMemory | None = None) -> None:
+    def __init__(self, engine: Engine, memory: RequestMemory) -> None:
         self.engine, self.registry = engine, CollectorRegistry()
         base: dict[str, Any] = {"namespace": "kvkeep", "registry": self.registry}
-        memory = memory or RequestMemory(0)
         for name, what, value in (
             ("requests_running", "Requests that are being answered.", lambda: len(engine.running)),
             ("requests_waiting", "Requests in the queue.", lambda: engine.waiting),
