@@ -33,7 +33,7 @@ from kvkeep.serve.http.protocol import (
     Text,
     wrong,
 )
-from kvkeep.serve.http.tools import NamedTool, ToolCall, Tools, check_choice
+from kvkeep.serve.http.tools import NamedTool, ToolCall, Tools
 
 
 def _one_prompt(given: Any) -> Any:
@@ -230,14 +230,6 @@ class ChatRequest(CompletionRequest, ConversationRequest):
             raise wrong("the last message has to be an answer (role 'assistant') to an earlier message")
         return given
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _of_a_tool(cls, given: str | NamedTool, known: ValidationInfo) -> str | NamedTool:
-        names = [one.function.name for one in known.data.get("tools") or ()]
-        wanted = [given.function.name] if isinstance(given, NamedTool) else []
-        check_choice(names, wanted, "required" if given == "required" else None)
-        return given
-
     @field_validator("tools", "response_format")
     @classmethod
     def _the_only_form(cls, given: Any, known: ValidationInfo) -> Any:
@@ -257,7 +249,7 @@ class ChatRequest(CompletionRequest, ConversationRequest):
         """Return the conversation up to its answer, or to the end of a last message to be continued."""
         messages = [one.plain() for one in self.messages]
         variables = effort_variables(self.reasoning_effort) | self.chat_template_kwargs
-        return conversation(messages, self.answer_form.tools, "messages", continues=self.continues, variables=variables)
+        return conversation(messages, self.answer_form, "messages", continues=self.continues, variables=variables)
 
     @property
     def continues(self) -> bool:
@@ -331,5 +323,5 @@ class TokenizeRequest(Strict):
     def given(self) -> Prompt:
         """Return the text, or the conversation; an empty text if there is neither."""
         if self.messages:
-            return conversation([one.plain() for one in self.messages], (), "messages")
+            return conversation([one.plain() for one in self.messages], AnswerForm(), "messages")
         return self.prompt or ""

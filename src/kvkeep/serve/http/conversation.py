@@ -32,7 +32,7 @@ MAX_MESSAGES, MAX_PARTS = 10_000, 1000
 
 def conversation(
     messages: Iterable[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
+    form: AnswerForm,
     field: str,
     *,
     continues: bool = False,
@@ -40,8 +40,9 @@ def conversation(
 ) -> ChatPrompt:
     """Return the prompt of a conversation. The system messages at its beginning become one, as most templates take no
     more. field: the request's field with the messages, for errors. continues: whether the answer continues the last
-    message. variables: more variables of the chat template. Raises APIError for results without a call, and for calls
-    with one id."""
+    message. variables: more variables of the chat template. Raises APIError for results without a call, for calls with
+    one id, and for a choice of tools that are not there."""
+    _check_choice(form)
     found, known = list[dict[str, Any]](), set[str]()
     for number, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
@@ -64,8 +65,17 @@ def conversation(
     if continues:
         if more := {"tool_calls", "reasoning_content"} & found[-1].keys():
             raise _wrong(field, f"the last message is to be continued, and has '{min(more)}'; leave that out")
-        return ChatPrompt(found[:-1], found[-1]["content"], tools, variables or {})
-    return ChatPrompt(found, "", tools, variables or {})
+        return ChatPrompt(found[:-1], found[-1]["content"], form.tools, variables or {})
+    return ChatPrompt(found, "", form.tools, variables or {})
+
+
+def _check_choice(form: AnswerForm) -> None:
+    names = {one["function"]["name"] for one in form.tools}
+    missing = next((one for one in form.allowed or () if one not in names), None)
+    if missing is not None:
+        raise _wrong("tool_choice", f"no tool is called '{missing[:100]}'; add it to 'tools'")
+    if form.choice == "required" and form.allowed is None and not names:
+        raise _wrong("tool_choice", f"'{form.required}' needs 'tools'; add them, or leave it out")
 
 
 def _wrong(field: str, reason: str) -> APIError:
@@ -112,6 +122,8 @@ class AnswerForm:
     """The JSON Schema of its text."""
     field: str = "response_format"
     """The request's field with this schema."""
+    required: str = "required"
+    """The protocol's word for the choice to call a tool."""
 
 
 class ConversationRequest(AnswerRequest):

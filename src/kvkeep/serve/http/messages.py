@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from kvkeep.decode.answer_reader import CallPart, Part, Reasoning
 from kvkeep.serve.http.conversation import (
@@ -39,7 +39,7 @@ from kvkeep.serve.http.protocol import (
     server_sent,
     wrong,
 )
-from kvkeep.serve.http.tools import MAX_TOOLS, check_choice, named_once
+from kvkeep.serve.http.tools import MAX_TOOLS, named_once
 from kvkeep.serve.session import Finished
 
 # -- messages ---------------------------------------------------------------------------------------------
@@ -219,19 +219,12 @@ class CountRequest(Strict):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _of_tools(cls, given: ToolChoice, known: ValidationInfo) -> ToolChoice:
-        names = [one.name for one in known.data.get("tools") or ()]
-        check_choice(names, [] if given.name is None else [given.name], "any" if given.type == "any" else None)
-        return given
-
     def given(self) -> Prompt:
         """Return the conversation up to its answer, or to the end of an answer that is the last message."""
         system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         messages = [*system, *(one for message in self.messages for one in message.plain())]
         variables = effort_variables(self._effort)
-        return conversation(messages, self.answer_form.tools, "messages", continues=self.continues, variables=variables)
+        return conversation(messages, self.answer_form, "messages", continues=self.continues, variables=variables)
 
     @property
     def _effort(self) -> str | None:
@@ -261,6 +254,7 @@ class CountRequest(Strict):
             choice.name is None and not choice.disable_parallel_tool_use,
             None if format_ is None else format_.schema_,
             field,
+            "any",
         )
 
 

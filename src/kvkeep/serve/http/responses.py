@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr
 
 from kvkeep.blocks.records import OwnerRecords, Records
 from kvkeep.serve.http.conversation import (
@@ -24,7 +24,7 @@ from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.protocol import Context, Name, Object, Prompt, Reply, Strict, Text
 from kvkeep.serve.http.response_items import AnyItem, Tools, functions, messages_of
 from kvkeep.serve.http.response_reply import ResponseReply
-from kvkeep.serve.http.tools import MAX_TOOLS, check_choice
+from kvkeep.serve.http.tools import MAX_TOOLS
 
 MAX_EARLIER = 1000
 """Earlier responses that a request continues."""
@@ -110,15 +110,6 @@ class ResponseRequest(ConversationRequest):
         self._records = records
         return self
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _of_tools(cls, given: Any, known: Any) -> Any:
-        names = [name for name, *_ in functions(known.data.get("tools") or ())]
-        wanted = [given.name] if isinstance(given, ChosenTool) else []
-        wanted = [one.name for one in given.tools] if isinstance(given, AllowedTools) else wanted
-        check_choice(names, wanted, "required" if given == "required" else None)
-        return given
-
     @property
     def token_limit(self) -> int | None:
         return self.max_output_tokens
@@ -148,7 +139,7 @@ class ResponseRequest(ConversationRequest):
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         before = [message for messages in reversed(earlier) for message in messages]
         messages, variables = [*system, *before, *self.messages()], effort_variables(self.reasoning.effort)
-        return conversation(messages, self.answer_form.tools, "input", variables=variables)
+        return conversation(messages, self.answer_form, "input", variables=variables)
 
     @property
     def answer_form(self) -> AnswerForm:

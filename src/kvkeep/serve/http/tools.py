@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -48,16 +47,6 @@ def named_once(tools: Any) -> Any:
         if twice is not None:
             raise wrong(f"two tools are called '{twice[:100]}'; rename one of them")
     return tools
-
-
-def check_choice(names: Sequence[str], wanted: Sequence[str], demand: str | None) -> None:
-    """Check which tools an answer may call. names: those of the request's tools. wanted: those of its choice. demand:
-    the choice by which an answer has to call one, if it is that."""
-    missing = next((one for one in wanted if one not in names), None)
-    if missing is not None:
-        raise wrong(f"no tool is called '{missing[:100]}'; add it to 'tools'")
-    if demand is not None and not names:
-        raise wrong(f"'{demand}' needs 'tools'; add them, or leave it out")
 
 
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(named_once)]
