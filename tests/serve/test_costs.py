@@ -25,6 +25,7 @@ from kvkeep.decode.prompt import PromptText
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import answer_events, answering, app, completions, connection, protocol
 from kvkeep.serve.http import body as bodies
+from kvkeep.serve.http import errors as http_errors
 from kvkeep.serve.http.answer_events import EventBuffer
 from kvkeep.serve.http.body import (
     ALWAYS_BYTES,
@@ -65,13 +66,13 @@ def address() -> Iterator[str]:
 def test_a_wrong_body_has_a_few_errors_and_does_not_keep_the_event_loop(
     name: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors, first = list[int](), bodies.validation_error
+    errors, first = list[int](), http_errors.validation_error
 
     def counted(found: Any) -> APIError:
         errors.append(len(found))
         return first(found)
 
-    monkeypatch.setattr(bodies, "validation_error", counted)
+    monkeypatch.setattr(http_errors, "validation_error", counted)
     worst, before = REFUSED[name], loop_seconds()
     body = worst.make("tiny", worst.size)
     found = post(address, body, path=worst.path)
@@ -98,7 +99,7 @@ def test_what_grows_with_a_body_runs_outside_the_event_loop(monkeypatch: pytest.
 
     for module, name in (
         (bodies, "read_json"),
-        (bodies, "validation_error"),
+        (http_errors, "validation_error"),
         (protocol, "prompt_text"),
         (bodies, "json_text"),
     ):

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from kvkeep.native.library import trim_memory
-from kvkeep.serve.http.errors import CLOSE, APIError, validation_error
+from kvkeep.serve.http.errors import CLOSE, APIError, api_error
 
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -244,10 +244,8 @@ def _parsed(schema: type[Schema], parts: list[bytes], kind: str) -> Schema | API
         return APIError(400, "Send the request body with 'Content-Type: application/json'.", "invalid_json")
     try:
         return schema.model_validate(read_json(body))
-    except ValidationError as error:
-        return validation_error(error.errors(include_url=False, include_input=False))
-    except APIError as error:
-        return error.with_traceback(None)
+    except (ValidationError, APIError) as error:
+        return api_error(error).with_traceback(None)
 
 
 def _is_json(kind: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from kvkeep.errors import (
@@ -117,6 +118,10 @@ def api_error(error: Exception) -> APIError:
     """Return the client's error for any exception."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, ValidationError):
+        return validation_error(error.errors(include_url=False, include_input=False))
+    if isinstance(error, RequestValidationError):  # of a path or a query, which begins each place
+        return validation_error([{**one, "loc": one["loc"][1:]} for one in error.errors()])
     if ran_out_of_memory(error):
         return APIError(503, str(error) if isinstance(error, OutOfMemory) else _NO_MEMORY, "out_of_memory")
     if isinstance(error, AnyHTTPException):
@@ -147,17 +152,7 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
     return found.response(request.url.path)
 
 
-async def _handle_validation(request: Request, error: Exception) -> JSONResponse:
-    """Return the response for a request whose path or query violates its schema."""
-    assert isinstance(error, RequestValidationError)
-    return await _handle(request, validation_error([{**one, "loc": one["loc"][1:]} for one in error.errors()]))
-
-
-HANDLERS: dict[Any, Any] = {
-    RequestValidationError: _handle_validation,
-    AnyHTTPException: _handle,
-    KvkeepError: _handle,
-}
+HANDLERS: dict[Any, Any] = dict.fromkeys((RequestValidationError, AnyHTTPException, KvkeepError), _handle)
 
 # -- a field ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from kvkeep.errors import UsageError
 from kvkeep.serve.http.completions import ChatRequest, TextRequest
-from kvkeep.serve.http.errors import APIError, validation_error
+from kvkeep.serve.http.errors import APIError, api_error
 from kvkeep.serve.http.messages import MessagesRequest
 from kvkeep.serve.http.protocol import AnswerRequest, Prompt
 from kvkeep.serve.http.responses import ResponseRequest
@@ -38,8 +38,5 @@ def recorded_prompt(text: str, name: str) -> Prompt:
         raise UsageError(f"The request '{name}' has no {fields}; give the body of a request for an answer.")
     try:
         return schema.model_validate(body).given()
-    except ValidationError as error:
-        found = validation_error(error.errors(include_url=False, include_input=False))
-        raise UsageError(f"The server would refuse the request '{name}': {found.detail}") from error
-    except APIError as error:
-        raise UsageError(f"The server would refuse the request '{name}': {error.detail}") from error
+    except (ValidationError, APIError) as error:
+        raise UsageError(f"The server would refuse the request '{name}': {api_error(error).detail}") from error
