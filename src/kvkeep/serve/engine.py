@@ -125,13 +125,11 @@ class Engine:
         names_cache: bool | None = None,
         **cache: Any,
     ) -> Job:
-        """Request an answer; the engine's thread calls ``listener`` with each event.
-
-        name: owner and name of the session to continue. owner: the owner of an unnamed session; an owner's sessions
-        share prefixes. cache: method, budget and options of a :class:`~kvkeep.cache.KeepCache` for a new session;
-        default: the engine's. names_cache: whether a session that exists has to have these options; by default, if
-        there are any. Raises QueueFull, EngineStopping, or UsageError for a request that can never be answered.
-        """
+        """Request an answer; the engine's thread calls ``listener`` with each event. name: owner and name of the
+        session to continue. owner: the owner of an unnamed session; an owner's sessions share prefixes. cache: method,
+        budget and options of a :class:`~kvkeep.cache.KeepCache` for a new session; default: the engine's. names_cache:
+        whether a session that exists has to have these options; by default, if there are any. Raises QueueFull,
+        EngineStopping, or UsageError for a request that can never be answered."""
         positions = self.positions(cache)
         if not ask.prompt:
             raise UsageError("The prompt is empty; send at least one token.")

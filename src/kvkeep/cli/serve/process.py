@@ -141,16 +141,9 @@ def _raise_file_limit() -> None:
 def serve_here(
     server: HTTPServer, service: Service, address: Address, conversations: int, grace: float, saved: str, access: str
 ) -> None:
-    """Load the model and serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish.
-
-    Args:
-        server: listens on ``address`` already.
-        conversations: share the memory if the service names no cache.
-        saved, access: lines to print about the store and keys.
-
-    Raises:
-        KvkeepError: the engine failed.
-    """
+    """Load the model and serve until SIGTERM or Ctrl-C; running answers then get ``grace`` seconds to finish. server:
+    listens on ``address`` already. conversations: share the memory if the service names no cache. saved, access: lines
+    to print about the store and keys. Raises KvkeepError if the engine failed."""
     from kvkeep.cli.serve.defaults import describe_default, with_defaults
     from kvkeep.serve.http.app import log_requests
 

@@ -108,11 +108,9 @@ def _bytes(piece: TextPiece) -> int:
 
 
 class AnswerEvents:
-    """The events of a request that is submitted to the engine for ``owner``.
-
-    submit: submits it with a listener. streams: whether its client reads the answer as a stream. count: called with
-    each event, in the engine's thread. Raises APIError for a key at its limit, and the errors of ``submit``.
-    """
+    """The events of a request that is submitted to the engine for ``owner``. submit: submits it with a listener.
+    streams: whether its client reads the answer as a stream. count: called with each event, in the engine's thread.
+    Raises APIError for a key at its limit, and the errors of ``submit``."""
 
     def __init__(
         self,
