@@ -19,26 +19,26 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff", None])
 def test_a_damaged_record_is_none(content: bytes | None, tmp_path: Path) -> None:
-    Records(tmp_path).put("one", "name", {"ids": [1, 2]})
+    Records(tmp_path).of("one").put("name", {"ids": [1, 2]})
     (path,) = files(tmp_path)
     path.write_bytes(path.read_bytes().replace(b"1", b"3") if content is None else content)
-    assert Records(tmp_path).get("one", "name") is None
+    assert Records(tmp_path).of("one").get("name") is None
 
 
 def test_a_record_is_read_by_its_owner_and_name_only(tmp_path: Path) -> None:
-    Records(tmp_path).put("one", "name", {"ids": [1]})
+    Records(tmp_path).of("one").put("name", {"ids": [1]})
     (path,) = files(tmp_path)
     (tmp_path / "two").mkdir()
     shutil.copy(path, tmp_path / "two" / path.name)
-    assert Records(tmp_path).get("two", "name") is None
-    assert Records(tmp_path).get("one", "name") == {"ids": [1]}
+    assert Records(tmp_path).of("two").get("name") is None
+    assert Records(tmp_path).of("one").get("name") == {"ids": [1]}
 
 
 def test_what_cannot_be_removed_keeps_no_other_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, Any] = {"text": "x" * 1000}
     known = Records(tmp_path)
     for number in range(4):
-        known.put("one", str(number), kept)
+        known.of("one").put(str(number), kept)
     for path in files(tmp_path):
         os.utime(path, (1000, 1000))
     (tmp_path / "one" / "folder" / "inner").mkdir(parents=True)
@@ -52,27 +52,27 @@ def test_what_cannot_be_removed_keeps_no_other_record(tmp_path: Path, monkeypatc
 def test_a_record_over_the_age_is_not_in_memory_either(tmp_path: Path) -> None:
     known = Records(tmp_path)
     for name in ("old", "new"):
-        known.put("one", name, {"name": name})
-    known.get("one", "old")
+        known.of("one").put(name, {"name": name})
+    known.of("one").get("old")
     (old,) = [path for path in files(tmp_path) if b"old" in path.read_bytes()]
     os.utime(old, (1000, 1000))
     known.evict(age=3600)
-    assert known.get("one", "old") is None and known.get("one", "new") == {"name": "new"}
+    assert known.of("one").get("old") is None and known.of("one").get("new") == {"name": "new"}
 
 
 def test_a_record_that_is_used_from_memory_is_not_over_the_age(tmp_path: Path) -> None:
     known = Records(tmp_path)
-    known.put("one", "name", {"ids": [1]})
+    known.of("one").put("name", {"ids": [1]})
     os.utime(files(tmp_path)[0], (1000, 1000))
-    known.get("one", "name")
+    known.of("one").get("name")
     known.evict(age=3600)
-    assert Records(tmp_path).get("one", "name") == {"ids": [1]}
+    assert Records(tmp_path).of("one").get("name") == {"ids": [1]}
 
 
 def test_all_records_can_be_removed(tmp_path: Path) -> None:
     records = Records(tmp_path)
-    records.put("one", "a", {"x": 1})
+    records.of("one").put("a", {"x": 1})
     records.clear()
-    assert records.get("one", "a") is None and not [path for path in tmp_path.rglob("*") if path.is_file()]
-    records.put("one", "a", {"x": 2})
-    assert Records(tmp_path).get("one", "a") == {"x": 2}
+    assert records.of("one").get("a") is None and not [path for path in tmp_path.rglob("*") if path.is_file()]
+    records.of("one").put("a", {"x": 2})
+    assert Records(tmp_path).of("one").get("a") == {"x": 2}

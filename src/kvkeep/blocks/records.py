@@ -36,53 +36,28 @@ class Records:
     """Records in ``folder``, which is created with the first one; None: in memory only. Any thread may use them."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder, self._lock = folder, Lock()
+        self.folder, self._lock = folder, Lock()
         self._known, self._bytes = OrderedDict[str, bytes](), 0
 
     def of(self, owner: str) -> OwnerRecords:
         """Return the records of one owner."""
         return OwnerRecords(self, owner)
 
-    def put(self, owner: str, name: str, record: Mapping[str, Any]) -> None:
-        """Keep a record in the place of an earlier one. What cannot be written to the folder is in memory only."""
-        path, content = _path(owner, name), json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(content) > MAX_RECORD:
-            return
-        self._remember(path, content)
-        if self._folder is None:
-            return
-        try:
-            make_folder((self._folder / path).parent, self._folder)
-            write_whole(self._folder / path, lambda file: file.write(_digest(path, content) + content), private=True)
-        except OSError as error:
-            log.warning("An answer is not recorded on disk: %s.", reason_of(error))
-
-    def get(self, owner: str, name: str) -> dict[str, Any] | None:
-        """Return a record; None: there is none, or it cannot be read."""
-        path = _path(owner, name)
+    def known(self, path: str) -> bytes | None:
+        """Return a record in memory by its path in the folder."""
         with self._lock:
-            content = self._known.get(path)
-        if content is None and self._folder is not None:
-            with suppress(OSError):
-                content = _checked(path, read_file(self._folder / path, _DIGEST_BYTES + MAX_RECORD))
-        if content is None:
-            return None
-        if self._folder is not None:
-            with suppress(OSError):
-                os.utime(self._folder / path)
-        self._remember(path, content)
-        found: dict[str, Any] = json.loads(content)
-        return found
+            return self._known.get(path)
 
-    def remove(self, owner: str, name: str) -> None:
-        """Remove a record, if it is there."""
-        path = _path(owner, name)
-        self._forget(path)
-        if self._folder is not None:
-            with suppress(OSError):
-                (self._folder / path).unlink()
+    def remember(self, path: str, content: bytes) -> None:
+        """Keep a record in memory, and remove the least recently used ones over the limit."""
+        with self._lock:
+            self._bytes += len(content) - len(self._known.pop(path, b""))
+            self._known[path] = content
+            while self._bytes > MAX_BYTES:
+                self._bytes -= len(self._known.popitem(last=False)[1])
 
-    def _forget(self, path: str) -> None:
+    def forget(self, path: str) -> None:
+        """Remove a record from memory, if it is there."""
         with self._lock:
             self._bytes -= len(self._known.pop(path, b""))
 
@@ -91,23 +66,16 @@ class Records:
         with self._lock:
             self._known.clear()
             self._bytes = 0
-        for path in () if self._folder is None else self._folder.glob("*/*"):
+        for path in () if self.folder is None else self.folder.glob("*/*"):
             path.unlink(missing_ok=True)
-
-    def _remember(self, path: str, content: bytes) -> None:
-        with self._lock:
-            self._bytes += len(content) - len(self._known.pop(path, b""))
-            self._known[path] = content
-            while self._bytes > MAX_BYTES:
-                self._bytes -= len(self._known.popitem(last=False)[1])
 
     def evict(self, age: float | None) -> None:
         """Remove the records that were not used for ``age`` seconds (None: no limit), and the least recently used ones
         over the limit, from the folder and from memory. Raises OSError if it cannot be listed."""
-        if self._folder is None:
+        if self.folder is None:
             return
         found = list[tuple[float, int, Path]]()
-        for path in self._folder.glob("*/*"):
+        for path in self.folder.glob("*/*"):
             with suppress(OSError):  # another server removes it
                 facts = path.lstat()
                 found.append((facts.st_mtime, facts.st_size, path))
@@ -117,7 +85,7 @@ class Records:
                 with suppress(OSError):  # what cannot be removed, as a folder, keeps no other one
                     path.unlink(missing_ok=True)
                     total -= size
-                    self._forget(path.relative_to(self._folder).as_posix())
+                    self.forget(path.relative_to(self.folder).as_posix())
 
 
 @dataclass(frozen=True)
@@ -128,20 +96,45 @@ class OwnerRecords:
     owner: str
 
     def put(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep a record in the place of an earlier one."""
-        self.records.put(self.owner, name, record)
+        """Keep a record in the place of an earlier one. What cannot be written to the folder is in memory only."""
+        path, content = self._path(name), json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(content) > MAX_RECORD:
+            return
+        self.records.remember(path, content)
+        if (folder := self.records.folder) is None:
+            return
+        try:
+            make_folder((folder / path).parent, folder)
+            write_whole(folder / path, lambda file: file.write(_digest(path, content) + content), private=True)
+        except OSError as error:
+            log.warning("An answer is not recorded on disk: %s.", reason_of(error))
 
     def get(self, name: str) -> dict[str, Any] | None:
         """Return a record; None: there is none, or it cannot be read."""
-        return self.records.get(self.owner, name)
+        path, folder = self._path(name), self.records.folder
+        content = self.records.known(path)
+        if content is None and folder is not None:
+            with suppress(OSError):
+                content = _checked(path, read_file(folder / path, _DIGEST_BYTES + MAX_RECORD))
+        if content is None:
+            return None
+        if folder is not None:
+            with suppress(OSError):
+                os.utime(folder / path)
+        self.records.remember(path, content)
+        found: dict[str, Any] = json.loads(content)
+        return found
 
     def remove(self, name: str) -> None:
         """Remove a record, if it is there."""
-        self.records.remove(self.owner, name)
+        path = self._path(name)
+        self.records.forget(path)
+        if self.records.folder is not None:
+            with suppress(OSError):
+                (self.records.folder / path).unlink()
 
-
-def _path(owner: str, name: str) -> str:
-    return f"{owner}/{hashlib.sha256(name.encode()).hexdigest()[:40]}"
+    def _path(self, name: str) -> str:
+        return f"{self.owner}/{hashlib.sha256(name.encode()).hexdigest()[:40]}"
 
 
 def _digest(path: str, content: bytes) -> bytes:

@@ -252,11 +252,11 @@ def _add_answers(app: FastAPI, answering: Answering) -> None:
     @app.delete("/v1/responses/{response_id}")
     async def remove_response(request: Request, response_id: str) -> Any:
         await recorded(request, response_id)
-        await asyncio.to_thread(records.remove, request.state.owner, response_id)
+        await asyncio.to_thread(records.of(request.state.owner).remove, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def recorded(request: Request, response_id: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(records.get, request.state.owner, response_id)
+        found = await asyncio.to_thread(records.of(request.state.owner).get, response_id)
         if found is None or "response" not in found:
             raise APIError(404, f"There is no response '{response_id[:100]}'.", "not_found")
         return found
