@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from kvkeep.models.forward import Hooks, Reading, current_attender, current_prob
 from kvkeep.models.same_text import PREPARE, prepare
 from kvkeep.step.sinks import attend_with_sinks
 
+P = ParamSpec("P")
+R = TypeVar("R")
 NAME = "kvkeep"
 _CUT_QUERIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 """Families that compare the name of their attention only to leave out queries, of which :func:`_cuts_queries` takes
@@ -41,6 +43,18 @@ _LOCK = threading.RLock()
 """The lock of binding and unbinding: threads may create a model's first caches at the same time."""
 # Last positions whose outputs the caller uses (0: all), set by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
+
+
+def _uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function that runs in every layer and step out of compiled code. Called always, torch's own decorator
+    would cost as much as a small kernel."""
+    disabled = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
 
 
 def attention_forward(
@@ -55,8 +69,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: streamed for a bounded cache; else SDPA, or
     :func:`~kvkeep.step.sinks.attend_with_sinks`."""
-    streamed = _streamed_uncompiled if torch.compiler.is_compiling() else _streamed
-    output = streamed(module, query, key, value, attention_mask, scaling, kwargs)
+    output = _streamed(module, query, key, value, attention_mask, scaling, kwargs)
     if output is not None:
         return output, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -65,6 +78,7 @@ def attention_forward(
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
+@_uncompiled
 def _streamed(
     module: nn.Module,
     query: Tensor,
@@ -92,33 +106,23 @@ def _streamed(
     return None if output is None else output.transpose(1, 2).contiguous()
 
 
-_streamed_uncompiled = torch.compiler.disable(_streamed)
 AttentionInterface.register(NAME, attention_forward)
 
 
+@_uncompiled
 def recurrent_forward(
-    module: nn.Module, forward: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any
+    module: Any, forward: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """The forward of a recurrent module in a bound model: the cache decides which tokens ``forward``, the one before,
     reads at once. Returns (batch, tokens, hidden_size)."""
-    recur = _recur_uncompiled if torch.compiler.is_compiling() else _recur
-    return recur(module, forward, hidden_states, args, kwargs)
-
-
-def _recur(
-    module: Any, forward: Callable[..., Tensor], hidden: Tensor, args: tuple[Any, ...], given: dict[str, Any]
-) -> Tensor:
-    hooks: Hooks | None = getattr(given.get("cache"), "hooks", None)
+    hooks: Hooks | None = getattr(kwargs.get("cache"), "hooks", None)
     if hooks is None or args:
-        return forward(hidden, *args, **given)
+        return forward(hidden_states, *args, **kwargs)
 
     def run(part: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-        return forward(part, **given | {"cache": cache, "attention_mask": mask})
+        return forward(part, **kwargs | {"cache": cache, "attention_mask": mask})
 
-    return hooks.recur(module.layer_idx, run, hidden, given["cache"], given.get("attention_mask"))
-
-
-_recur_uncompiled = torch.compiler.disable(_recur)
+    return hooks.recur(module.layer_idx, run, hidden_states, kwargs["cache"], kwargs.get("attention_mask"))
 
 
 def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -229,13 +233,9 @@ def bind(model: Any) -> Adapter:
         return watch(model).stream()
 
 
+@_uncompiled
 def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Report the residual entering layer ``index``."""
-    # The decorator that keeps this out of compiled code costs as much as a small kernel, in every layer and step.
-    (_enter_uncompiled if torch.compiler.is_compiling() else _enter)(index, args, kwargs)
-
-
-def _enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     probe, attender = current_probe(), current_attender()
     if probe is None and attender is None:
         return
@@ -244,9 +244,6 @@ def _enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         probe(index, hidden)
     if (enter := getattr(attender, "enter_layer", None)) is not None:
         enter(index, hidden)
-
-
-_enter_uncompiled = torch.compiler.disable(_enter)
 
 
 def _before_decoder(
