@@ -19,17 +19,18 @@ from torch import Tensor
 from kvkeep import transfer
 from kvkeep.blocks.folder import BlockFolder, BlockName
 from kvkeep.blocks.text import (
+    MESSAGE,
     NAME_OF_IDS,
+    STATE,
+    TAIL,
     Block,
     TextRows,
     belongs_to_sessions,
     chain,
     entry_forms,
     forms,
-    message_key,
+    key_after,
     origin,
-    state_key,
-    tail_key,
 )
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
@@ -82,7 +83,7 @@ def find(folder: BlockFolder, space: str, cache: KeepCache, prompt: Sequence[int
     names = [BlockName(space, key) for key in chain(first, prompt[:-1])]
     names = names[: folder.use(names)]
     before = names[-1].key if names else first.hex()
-    tails = [one for key in (tail_key, message_key) if folder.size(one := BlockName(space, key(before)))]
+    tails = [one for what in (TAIL, MESSAGE) if folder.size(one := BlockName(space, key_after(before, what)))]
     if len(tails) > 1:
         tails = [max(tails, key=lambda one: _begun_with(folder, one, prompt[len(names) * BLOCK : -1]))]
     return [*names, *tails] if folder.use(tails, saved=len(names) + 1) else names
@@ -144,7 +145,7 @@ def _last_state(folder: BlockFolder, names: Sequence[BlockName], blocks: list[Bl
             return {name: tensor for name, tensor in blocks[-1].items() if name.startswith("layer.")}
         name = names[len(blocks) - 1]
         with suppress(StoreError):
-            state = folder.read(one := BlockName(name.space, state_key(name.key)))
+            state = folder.read(one := BlockName(name.space, key_after(name.key, STATE)))
             folder.use([one], saved=len(blocks))
             return state
         blocks.pop()
@@ -192,17 +193,17 @@ def keep(
         folder.write(names[number], text.block(number, [ids]), text=names)
     for length, state in cache.stream.record.ends.items():
         if not length % BLOCK and length <= len(names) * BLOCK:
-            folder.write(BlockName(space, state_key(keys[length // BLOCK - 1])), state, text=names)
+            folder.write(BlockName(space, key_after(keys[length // BLOCK - 1], STATE)), state, text=names)
     message = cache.stream.record.message_end
-    ends = [(message_key, message, cache.stream.record.ends.get(message))]
+    ends = [(MESSAGE, message, cache.stream.record.ends.get(message))]
     if len(names) == len(keys):
-        ends.append((tail_key, len(ids), transfer.last_token_state(cache)))
-    for key, length, moving in ends:
+        ends.append((TAIL, len(ids), transfer.last_token_state(cache)))
+    for what, length, moving in ends:
         before = length // BLOCK
         if moving is None or length > len(ids) or before > len(names) or stop() or not (rows := text.tail(length)):
             continue
         part = torch.tensor([ids[before * BLOCK : length]], dtype=torch.int32)
-        name = BlockName(space, key(keys[before - 1] if before else first.hex()))
+        name = BlockName(space, key_after(keys[before - 1] if before else first.hex(), what))
         folder.write(name, {**rows, **moving, NAME_OF_IDS: part}, replace=True, text=[*names, name])
 
 

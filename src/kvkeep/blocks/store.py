@@ -25,7 +25,7 @@ from typing import Any
 from kvkeep.blocks.folder import LOCK, BlockFolder, BlockName
 from kvkeep.blocks.records import Records
 from kvkeep.blocks.references import Reference, SessionFiles, checked, newest, unwritable
-from kvkeep.blocks.text import belongs_to_sessions, message_key, state_key, tail_key
+from kvkeep.blocks.text import MESSAGE, STATE, TAIL, belongs_to_sessions, key_after
 from kvkeep.errors import (
     NoStore,
     SessionBusy,
@@ -314,7 +314,7 @@ class Store:
             names = [name for name in names if self.space(name) == space and name != but]
             known = b"".join(newest(self.files(name))[1] for name in names)
             for key in [name.key for name in blocks if name.space == space and name.key.encode() not in known]:
-                for one in (key, tail_key(key), message_key(key), state_key(key)):
+                for one in (key, *(key_after(key, what) for what in (TAIL, MESSAGE, STATE))):
                     self.blocks.remove(BlockName(space, one))
 
     def set_aside(self, name: str) -> str:

@@ -32,6 +32,9 @@ NAME_OF_IDS = "token_ids"
 Forms = dict[str, tuple[Sequence[int], torch.dtype]]
 """Lanes and width, and dtype of rows, by their names in a block."""
 _DIGEST_BYTES = 16
+TAIL, MESSAGE, STATE = "tail", "message", "state"
+"""What is stored after a block: the last text that followed it and filled no block; the end of a prompt's last message,
+in which no block ends; and what windows and recurrent states held at the end of the block."""
 
 
 # -- names ------------------------------------------------------------------------------------------------
@@ -56,19 +59,9 @@ def chain(first: bytes, ids: Sequence[int]) -> list[str]:
     return names
 
 
-def tail_key(before: str) -> str:
-    """Return the key of the tail after the block ``before``: the last text that followed it and filled no block."""
-    return blake2b(f"{before} tail".encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def message_key(before: str) -> str:
-    """Return the key of the end of a prompt's last message, after the block ``before`` in which no block ends."""
-    return blake2b(f"{before} message".encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def state_key(before: str) -> str:
-    """Return the key of what windows and recurrent states held at the end of the block ``before``."""
-    return blake2b(f"{before} state".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+def key_after(before: str, what: str) -> str:
+    """Return the key of :data:`TAIL`, :data:`MESSAGE` or :data:`STATE` after the block ``before``."""
+    return blake2b(f"{before} {what}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def session_key() -> str:
