@@ -55,13 +55,14 @@ class Scan(ABC):
     """A recurrent module whose convolution, states and norm the native library computes, token by token.
 
     module: that of transformers. inputs: channels of the convolution. inner: channels of what ``out_proj`` multiplies.
+    state: the shape of the state of one row.
     """
 
     kernel: ClassVar[str]
     """The library's function."""
 
-    def __init__(self, module: Any, inputs: int, inner: int) -> None:
-        self.module, self.taps = module, int(module.conv1d.kernel_size[0])
+    def __init__(self, module: Any, inputs: int, inner: int, state: tuple[int, int, int]) -> None:
+        self.module, self.taps, self.state_shape = module, int(module.conv1d.kernel_size[0]), state
         if tuple(module.conv1d.weight.shape) != (inputs, 1, self.taps) or module.out_proj.in_features != inner:
             raise TypeError("its matrices do not have the shapes of this kind")
         if module.activation != "silu":
@@ -71,11 +72,6 @@ class Scan(ABC):
     @abstractmethod
     def struct(self) -> Any:
         """The module as a struct for the kernel; its arrays are in ``kept``."""
-
-    @property
-    @abstractmethod
-    def state_shape(self) -> tuple[int, int, int]:
-        """The shape of the state of one row."""
 
     @abstractmethod
     def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -113,7 +109,7 @@ class DeltaNet(Scan):
 
     def __init__(self, module: Any) -> None:
         keys, values = module.num_k_heads * module.head_k_dim, module.num_v_heads * module.head_v_dim
-        super().__init__(module, 2 * keys + values, values)
+        super().__init__(module, 2 * keys + values, values, (module.num_v_heads, module.head_k_dim, module.head_v_dim))
         self.joined = hasattr(module, "in_proj_qkvz")
         if module.conv1d.bias is not None:
             raise TypeError("its convolution has a bias")
@@ -142,12 +138,6 @@ class DeltaNet(Scan):
         struct.kept = conv, rate, bias, norm
         return struct
 
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """(heads, channels of a key, channels of a value)."""
-        module = self.module
-        return module.num_v_heads, module.head_k_dim, module.head_v_dim
-
     def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values of all heads (batch, tokens, channels), gates (batch, tokens, values), betas
         and decays (batch, tokens, heads)."""
@@ -170,7 +160,7 @@ class Mamba2(Scan):
 
     def __init__(self, module: Any) -> None:
         inner, shared = module.intermediate_size, module.n_groups * module.ssm_state_size
-        super().__init__(module, inner + 2 * shared, inner)
+        super().__init__(module, inner + 2 * shared, inner, (module.num_heads, module.head_dim, module.ssm_state_size))
         if inner != module.num_heads * module.head_dim or module.num_heads % module.n_groups or module.head_dim % 4:
             raise TypeError("its heads do not have the shapes of Mamba-2's")
         if inner // module.n_groups % 16 or module.ssm_state_size % 16:
@@ -210,12 +200,6 @@ class Mamba2(Scan):
         )
         struct.kept = conv, conv_bias, rate, step_bias, skip, norm
         return struct
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """(heads, channels of a head, numbers of a channel's state)."""
-        module = self.module
-        return module.num_heads, module.head_dim, module.ssm_state_size
 
     def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Return inputs of heads, B and C (batch, tokens, channels), gates (batch, tokens, inner), and steps (batch,
