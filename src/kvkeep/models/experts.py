@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import UsageError
-from kvkeep.models.packed import Blocks, Packed, quantised
+from kvkeep.models.packed import Blocks, Packed, WithPointers, quantised
 from kvkeep.native.library import kernels
 from kvkeep.native.structures import KIND_NUMBERS, PANEL_OUTPUTS, KvMatrix, address_of, array
 
@@ -69,10 +69,11 @@ class Experts(NamedTuple):
     form: ExpertForm
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(WithPointers, nn.Module):
     """The experts of one layer. gates: matrices whose outputs are gates and then ups, in one matrix or in two, or only
     ups. Each has the rows of all experts, one after the other."""
 
+    pointers = ("structs",)
     gates_bias: Tensor | None
     """(experts, outputs of the gates and ups) bfloat16"""
     down_bias: Tensor | None
@@ -157,10 +158,6 @@ class PackedExperts(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.__dict__.pop("structs", None)  # their pointers become invalid
         return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying or saving, without pointers."""
-        return {name: value for name, value in self.__dict__.items() if name != "structs"}
 
 
 def packed_experts(weights: Sequence[Tensor | Blocks], bits: int, count: int) -> list[Packed]:

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import ran_out_of_memory
 from kvkeep.models.forward import current_attender
-from kvkeep.models.packed import Packed, PackedLinear
+from kvkeep.models.packed import Packed, PackedLinear, WithPointers
 from kvkeep.models.recurrences import replace_recurrence
 from kvkeep.models.rotary import replace_rotary
 from kvkeep.models.routers import replace_routers
@@ -113,8 +113,10 @@ class Unchanged:
         return not any(self._hooks) and self._modules() == self._before and self._weights.hold()
 
 
-class FusedLayer:
+class FusedLayer(WithPointers):
     """Replaces the forward of a decoder layer."""
+
+    pointers = ("struct", "address")
 
     def __init__(self, layer: Any) -> None:
         """Raise AttributeError or TypeError if the layer has another layout."""
@@ -186,10 +188,6 @@ class FusedLayer:
         """The address of :attr:`struct`."""
         return address_of(self.struct)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying or saving, without pointers."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("struct", "address")}
-
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original forward."""
         return type(self.layer).forward(self.layer, *args, **kwargs)
@@ -249,8 +247,10 @@ class FusedLayer:
         return result
 
 
-class FusedLayers:
+class FusedLayers(WithPointers):
     """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer."""
+
+    pointers = ("tables",)
 
     def __init__(self, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> None:
         self.layers, self._unchanged, self._modules = layers, Unchanged(layers), modules
@@ -278,10 +278,6 @@ class FusedLayers:
             structures.address_table([one.address for one in self.layers]),
             structures.float_table([one.attention.scaling for one in self.layers]),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying or saving, without pointers."""
-        return {name: value for name, value in self.__dict__.items() if name != "tables"}
 
     def __call__(
         self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]], writes: Writes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,18 @@ def _decoded(kind: str, rows: Tensor) -> Tensor:
     return (codes * scales + offsets).view(len(rows), -1)
 
 
-class Packed(nn.Module):
+class WithPointers:
+    """An object with structs for the kernels, or tables of their addresses, in cached properties."""
+
+    pointers: ClassVar[tuple[str, ...]] = ("struct",)
+    """The names of these properties."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copying or saving, without pointers."""
+        return {name: value for name, value in self.__dict__.items() if name not in self.pointers}
+
+
+class Packed(WithPointers, nn.Module):
     """A matrix of packed weights; buffers only, so that it has no gradient."""
 
     data: Tensor
@@ -185,10 +196,6 @@ class Packed(nn.Module):
         if self.native and device.type != "cpu":
             self.data, self.native = self.blocks().rows, False
         return super()._apply(lambda tensor: tensor.to(device), recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying or saving, without pointers."""
-        return {name: value for name, value in self.__dict__.items() if name != "struct"}
 
     def blocks(self) -> Blocks:
         """Return the matrix as rows of blocks, on the CPU."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvkeep.errors import ran_out_of_memory
+from kvkeep.models.packed import WithPointers
 from kvkeep.native.library import kernels
 from kvkeep.native.structures import KvDeltaNet, KvMamba2, address_of, array
 
@@ -51,7 +52,7 @@ class ShortConv:
         return module.out_proj(after * total.to(after.dtype))
 
 
-class Scan(ABC):
+class Scan(WithPointers, ABC):
     """A recurrent module whose convolution, states and norm the native library computes, token by token.
 
     module: that of transformers. inputs: channels of the convolution. inner: channels of what ``out_proj`` multiplies.
@@ -77,10 +78,6 @@ class Scan(ABC):
     def projected(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Return the inputs of the convolution, the gates, and what else the kernel needs, each (batch, tokens, n).
         mask: 0 for padding."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying or saving, without pointers."""
-        return {name: value for name, value in self.__dict__.items() if name != "struct"}
 
     def __call__(
         self, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **_: Any
