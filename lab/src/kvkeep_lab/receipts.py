@@ -165,7 +165,9 @@ def library_computes(model: Any) -> bool:
         name, forward = type(module).__name__, vars(module).get("forward")
         if name.endswith("Norm") and not isinstance(forward, FusedNorm):
             return False
-        if "RotaryEmbedding" in name and not (isinstance(forward, Rotary) and forward.exact and forward.dims == widths):
+        if "RotaryEmbedding" in name and not (isinstance(forward, Rotary) and forward.exact):
+            return False
+        if isinstance(forward, Rotary) and {2 * len(one) for one in forward.frequencies.values()} != widths:
             return False
     return None not in widths
 

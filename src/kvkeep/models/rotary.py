@@ -23,13 +23,9 @@ class Rotary:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.frequencies: dict[str, Tensor] = {}
+        """The frequencies of each kind requested so far, (rotated channels of a head / 2,) float32."""
         self.exact = True
         """Whether all angles so far were computed here."""
-
-    @property
-    def dims(self) -> set[int]:
-        """The number of rotated channels of a head, for each kind requested so far."""
-        return {2 * len(one) for one in self.frequencies.values()}
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (batch, n, dim) each, with the dtype and device of ``x``. position_ids: (batch, n),
