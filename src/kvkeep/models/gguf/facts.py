@@ -83,15 +83,6 @@ class FileKeys:
             return list(values)
         return [self.get(key, kind, default)] * count
 
-    def starting(self, prefix: str) -> list[str]:
-        """Return the file's keys that start with ``prefix``."""
-        return [key for key in self.metadata if key.startswith(prefix)]
-
-    @property
-    def unread(self) -> list[str]:
-        """The file's keys that nothing has read."""
-        return [key for key in self.metadata if key not in self.read]
-
     def shown(self, key: str) -> str:
         """Return the value of ``key`` for a message, shortened, without noting that it was read."""
         value = self.metadata[key]
@@ -120,10 +111,6 @@ class Facts:
     def flag(self, key: str, default: bool) -> bool:
         """Return whether the file states ``key``; ``default`` if it does not."""
         return bool(self.keys.get(f"{self.architecture}.{key}", bool, default))
-
-    def text(self, key: str, default: str | None = None) -> Any:
-        """Return a text; ``default`` if the file does not state it."""
-        return self.keys.get(f"{self.architecture}.{key}", str, default)
 
     def need(self, key: str) -> int:
         """Return a whole number. Raises ModelError if the file does not state it."""
@@ -282,8 +269,9 @@ OURS = ("general", "tokenizer", "split", "adapter", "clip", "diffusion", "xielu"
 def check_read(keys: FileKeys, architecture: str, prefixes: tuple[str, ...] = OURS) -> None:
     """Raise UnsupportedModelError for a key that was not read and that is not harmless. prefixes: names before the
     first point of the keys that are checked, besides the architecture's."""
-    for key in keys.unread:
-        if key.split(".")[0] in (architecture, *prefixes) and reason(key, architecture) is None:
+    checked = (architecture, *prefixes)
+    for key in keys.metadata:
+        if key not in keys.read and key.split(".")[0] in checked and reason(key, architecture) is None:
             raise UnsupportedModelError(
                 f"'{keys.file}' states {key[:80]} = {keys.shown(key)}, which kvkeep does not know in the architecture "
                 f"'{architecture}'; without it the model would give other answers."

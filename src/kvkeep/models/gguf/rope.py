@@ -47,7 +47,7 @@ def rope(facts: Facts, width: int | None = None) -> dict[str, Any]:
 
 
 def _scaling(facts: Facts, pairs: int) -> dict[str, Any]:
-    kind = facts.text("rope.scaling.type", "linear")
+    kind = facts.keys.get(f"{facts.architecture}.rope.scaling.type", str, "linear")
     old = positive(facts, "rope.scale_linear", 1.0, none=0.0)
     factor = positive(facts, "rope.scaling.factor", old, none=0.0) or 1.0
     attention = positive(facts, "rope.scaling.attn_factor", 1.0)

@@ -223,7 +223,7 @@ def templates_of(keys: FileKeys) -> str | dict[str, str] | None:
     key, default = "tokenizer.chat_template", "default"
     named = {default: keys.get(key, str)} if key in keys else {}
     keys.get(f"{key}s", list)  # the names
-    named |= {one.removeprefix(f"{key}."): keys.get(one, str) for one in keys.starting(f"{key}.")}
+    named |= {one.removeprefix(f"{key}."): keys.get(one, str) for one in keys.metadata if one.startswith(f"{key}.")}
     for name, template in named.items():
         which = f"chat template '{name}'" if name != default else "chat template"
         try:
