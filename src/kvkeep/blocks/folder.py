@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 from weakref import WeakValueDictionary
@@ -211,20 +212,13 @@ class BlockFolder:
         saved: how many blocks this use saves from being computed; None: those that exist. Each counts as used a little
         before the one that it follows, because it is useless without that one."""
         when = time.time_ns() if when is None else when
-        known = [*self._first_facts(names)]
+        known: list[Any] = [*takewhile(bool, map(self._facts, names))]
         before, saved = 0, len(known) if saved is None else saved
         for number, (name, facts) in reversed([*enumerate(zip(names, known, strict=False))]):
             before = max(before, _worth(facts))  # that of the blocks after it, too
             with suppress(OSError):  # the folder is read-only, or another program has removed it
                 self._mark_used(name, number, when, saved, before)
         return len(known)
-
-    def _first_facts(self, names: Sequence[BlockName]) -> Iterator[os.stat_result]:
-        """Yield what the system knows about the files of the first blocks that exist."""
-        for name in names:
-            if (facts := self._facts(name)) is None:
-                return
-            yield facts
 
     def _mark_used(self, name: BlockName, number: int, when: int, saved: int, before: float = -math.inf) -> None:
         """Set the times of the block ``number`` of a text. before: its :func:`_worth` so far. Raises OSError."""
