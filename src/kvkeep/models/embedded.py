@@ -31,11 +31,6 @@ class Embedded:
     licence: str
     description: str
 
-    @property
-    def parts(self) -> int:
-        """The number of parts."""
-        return -(-self.size // self.part)
-
 
 def gguf_path(model: Embedded) -> Path:
     """Return the path of the model's GGUF file, which may not exist."""

