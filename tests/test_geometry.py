@@ -154,12 +154,10 @@ def test_gemma_3_has_five_full_and_29_sliding_layers() -> None:
     assert len(geometry.sliding_layers) == 29
     assert geometry.sliding_bytes() == 29 * 1024 * 4 * (256 + 256) * 2
     assert geometry.sliding_bytes(100) == 29 * 100 * 4 * (256 + 256) * 2
-    assert geometry.checkpoint_bytes_per_token("kv") == 5 * 4 * (256 + 256) * 2
-    assert geometry.checkpoint_bytes_per_token("residual") == 5 * 2560 * 2
+    assert geometry.full_bytes_per_token == 5 * 4 * (256 + 256) * 2
+    assert geometry.residual_checkpoint_bytes_per_token() == 5 * 2560 * 2
     assert geometry.residual_anchors(6) == (0, 6, 12, 18, 24)
-    assert geometry.checkpoint_bytes_per_token("residual", stride=6) == 4 * 2560 * 2 + 4
-    with pytest.raises(UsageError, match="residual"):
-        geometry.checkpoint_bytes_per_token("residuals")  # type: ignore[arg-type]
+    assert geometry.residual_checkpoint_bytes_per_token(stride=6) == 4 * 2560 * 2 + 4
     with pytest.raises(UsageError, match="stride"):
         geometry.residual_anchors(0)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvkeep.errors import UnsupportedModelError, UsageError, unknown
-
-CheckpointKind = Literal["tokens", "residual", "kv"]
+from kvkeep.errors import UnsupportedModelError, UsageError
 
 TOKEN_ID_BYTES = 4
 """An int32 token id; its position is bookkeeping, counted elsewhere."""
@@ -225,20 +223,11 @@ class ModelGeometry:
             raise UsageError(f"A residual stride must be 1 or more layers, not {stride}.")
         return tuple(sorted({layer.index // stride * stride for layer in self.full_layers}))
 
-    def checkpoint_bytes_per_token(self, kind: CheckpointKind, stride: int = 1) -> int:
-        """Bytes one evicted token takes as a checkpoint of this ``kind``. Raises UsageError for an unknown kind.
-
-        ``tokens``: its id. ``kv``: keys and values of the full layers. ``residual``: d * b for each of
-        :meth:`residual_anchors`; the residual entering layer 0 is a function of the token, so its id is kept instead.
-        """
-        if kind == "tokens":
-            return TOKEN_ID_BYTES
-        if kind == "kv":
-            return self.full_bytes_per_token
-        if kind == "residual":
-            anchors = self.residual_anchors(stride)
-            return sum(self.residual_bytes_per_token if anchor else TOKEN_ID_BYTES for anchor in anchors)
-        raise unknown("checkpoint kind", kind, ("tokens", "residual", "kv"))
+    def residual_checkpoint_bytes_per_token(self, stride: int = 1) -> int:
+        """Bytes of one evicted token in a ``residual`` checkpoint: d * b for each of :meth:`residual_anchors`. The
+        residual entering layer 0 is a function of the token, so its id is kept instead."""
+        anchors = self.residual_anchors(stride)
+        return sum(self.residual_bytes_per_token if anchor else TOKEN_ID_BYTES for anchor in anchors)
 
 
 def _need(text: Any, holder: Any, name: str) -> int:

@@ -3,13 +3,15 @@ independent of the weights."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from kvkeep.errors import unknown
+
+CheckpointKind = Literal["tokens", "residual", "kv"]
 
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: int) -> dict[str, int]:

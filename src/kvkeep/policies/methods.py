@@ -153,7 +153,7 @@ class Request:
         if self.method.reading is not None:
             kind = kind or "kv"
         if kind is None:
-            vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
+            vectors, entries = geometry.residual_checkpoint_bytes_per_token(), geometry.full_bytes_per_token
             hybrid = any(layer.recurrent for layer in geometry.full_layers)  # rebuilding would run the recurrence, too
             kind = "residual" if vectors < entries and not hybrid and self.capacity is None else "kv"
         where = self.where or ("disk" if device == "cpu" else "host")

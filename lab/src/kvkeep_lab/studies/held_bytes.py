@@ -8,9 +8,10 @@ import torch
 from pydantic import Field
 
 from kvkeep.cache import KeepCache
-from kvkeep.geometry import CheckpointKind
+from kvkeep.geometry import TOKEN_ID_BYTES
 from kvkeep.memory.meter import nbytes
 from kvkeep_lab.prompts import built_in
+from kvkeep_lab.shapes import CheckpointKind
 from kvkeep_lab.studies.base import Count, Study, Trial
 from kvkeep_lab.tables import Table
 
@@ -95,15 +96,18 @@ def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) ->
     geometry, memory = cache.geometry, cache.memory()
     resident, sliding = min(entries, tokens), geometry.sliding_bytes(tokens, stepped=False)
     checkpointed = tokens - resident if kind == "kv" else tokens
+    of_kind = {
+        "kv": geometry.full_bytes_per_token,
+        "residual": geometry.residual_checkpoint_bytes_per_token(),
+        "tokens": TOKEN_ID_BYTES,
+    }
     return Bytes(
         kind,
         tokens,
         entries,
         stock=tokens * geometry.full_bytes_per_token + sliding,
         paper=resident * geometry.kv_bytes_per_token + (tokens - resident) * geometry.residual_bytes_per_token,
-        predicted=sliding
-        + resident * geometry.full_bytes_per_token
-        + checkpointed * geometry.checkpoint_bytes_per_token(kind),
+        predicted=sliding + resident * geometry.full_bytes_per_token + checkpointed * of_kind[kind],
         used=_used(cache),
         allocated=memory.resident_bytes + sum(memory.checkpoint_bytes.values()),
         bookkeeping=memory.bookkeeping_bytes,

@@ -13,10 +13,10 @@ from transformers import DynamicCache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.geometry import CheckpointKind
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.prompts import built_in
 from kvkeep_lab.reading import greedy
+from kvkeep_lab.shapes import CheckpointKind
 from kvkeep_lab.studies.base import Flag, Kind, Study, Trial
 from kvkeep_lab.tables import Table, number, times
 from kvkeep_lab.tasks.base import Metric

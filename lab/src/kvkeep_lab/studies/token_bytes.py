@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from transformers import DynamicCache
 
-from kvkeep.geometry import ModelGeometry
+from kvkeep.geometry import TOKEN_ID_BYTES, ModelGeometry
 from kvkeep.memory.meter import nbytes
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.shapes import SHAPES, Shape, config_of
@@ -96,9 +96,9 @@ class TokenBytes(Study):
     def _sizes(self, name: str, config: Any, itemsize: int, measured: float | None = None) -> TokenSize:
         geometry = ModelGeometry.from_config(config, itemsize)
         layer = geometry.layers[0]
-        sized = geometry.checkpoint_bytes_per_token
-        checkpoints = {"kv": sized("kv"), "residual": sized("residual")}
-        checkpoints |= {f"residual:{self.stride}": sized("residual", self.stride), "tokens": sized("tokens")}
+        sized = geometry.residual_checkpoint_bytes_per_token
+        checkpoints = {"kv": geometry.full_bytes_per_token, "residual": sized()}
+        checkpoints |= {f"residual:{self.stride}": sized(self.stride), "tokens": TOKEN_ID_BYTES}
         layers = len(geometry.full_layers), len(geometry.sliding_layers)
         shape = *layers, layer.kv_heads, layer.key_dim, geometry.hidden_size
         entry, residual = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token

@@ -14,11 +14,12 @@ from transformers import DynamicCache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
-from kvkeep.geometry import CheckpointKind, ModelGeometry
+from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import layers_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
 from kvkeep_lab.reading import greedy
+from kvkeep_lab.shapes import CheckpointKind
 from kvkeep_lab.studies.patching import replacing
 from kvkeep_lab.tables import Table, number
 
