@@ -221,11 +221,6 @@ class Packed(WithPointers, nn.Module):
         kernels().kvkeep_rows(address_of(self.struct), index, made)
         return made
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and offsets."""
-        return self.data.nbytes
-
 
 class PackedLinear(Packed):
     """``nn.Linear`` with packed weights."""

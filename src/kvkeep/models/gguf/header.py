@@ -59,8 +59,6 @@ class FileTensor:
 class Header:
     """All that a model's file, or its parts, state. The first part has all keys."""
 
-    file: Path
-    """The file that a user named."""
     metadata: Mapping[str, Any]
     """Values by key: a number, a bool, a string, a numpy array of numbers, or a list of strings."""
     tensors: Mapping[str, FileTensor]
@@ -92,7 +90,7 @@ def read_header(file: Path) -> Header:
             if name in tensors:
                 raise ModelError(f"The tensor {name} is in two parts of '{file}'; fetch the parts again.")
             tensors[name] = tensor
-    return Header(file, metadata, tensors)
+    return Header(metadata, tensors)
 
 
 def parts_of(file: Path) -> tuple[Path, ...]:

@@ -30,7 +30,6 @@ from kvkeep.models.gguf.vocabulary import TokenType, Vocabulary
 from kvkeep.models.model_files import check_names
 from kvkeep.native.room import has_room
 
-PreTokenizerStep = pre_tokenizers.PreTokenizer
 Merge = tuple[str, str]
 
 _SPACE = "▁"
@@ -65,7 +64,9 @@ def _with_merges(keys: FileKeys, vocabulary: Vocabulary, splits: PreTokenizer) -
             byte_fallback=not splits.bytes_as_letters,
         )
     )
-    steps: list[PreTokenizerStep] = [pre_tokenizers.Split(Regex(one), how) for one, how in splits.expressions]
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(one), how) for one, how in splits.expressions
+    ]
     spaces = [decoders.Replace(_SPACE, " ")] if splits.escaped_spaces else []
     if splits.bytes_as_letters:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
