@@ -310,7 +310,7 @@ def test_a_session_larger_than_the_quota_keeps_its_beginning(tmp_path: Path, cap
     (warning,) = [record.message for record in caplog.records]
     assert "larger than the quota" in warning and "after its first 256 tokens" in warning
     info = store.info("me/a")
-    assert (info.missing, info.saves) == (1, 3) and block_bytes(store) <= (store.quota or 0)
+    assert (info.missing, info.saves) == (1, 3) and block_bytes(store) <= (store.blocks.quota or 0)
     with StoredSession(store, "me/a") as stored:
         assert stored.load(model()).cache.get_seq_length() == 256
 

@@ -152,9 +152,9 @@ def add_text(source: Path, store: Store, owner: str) -> tuple[int, int]:
 
 def _check_size(file: _Source, store: Store, what: str) -> None:
     """Raise SessionError if a file is larger than the quota."""
-    if store.quota is not None and file.end > store.quota:
+    if (quota := store.blocks.quota) is not None and file.end > quota:
         raise SessionError(
-            f"The {what} takes {size(file.end)}, more than the quota of {size(store.quota)}; name another folder."
+            f"The {what} takes {size(file.end)}, more than the quota of {size(quota)}; name another folder."
         )
 
 

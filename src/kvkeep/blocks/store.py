@@ -132,11 +132,6 @@ class Store:
         self.records = Records(self.folder / "records")
         self._sessions: Any = self.folder / "sessions"
 
-    @property
-    def quota(self) -> int | None:
-        """The maximum bytes of all blocks."""
-        return self.blocks.quota
-
     # -- the folder ---------------------------------------------------------------------------------------
 
     def check(self) -> None:

@@ -83,7 +83,7 @@ def list_(place: StorePlace, json: options.Json = False) -> None:
         _list(store)
         return
     found, (blocks, count) = store.sessions(), store.blocks.count()
-    total = {"blocks": blocks, "bytes": count, "quota": store.quota, "folder": str(store.folder)}
+    total = {"blocks": blocks, "bytes": count, "quota": store.blocks.quota, "folder": str(store.folder)}
     kept = beginnings.stored(store.blocks)._asdict()
     print_json({"sessions": [_facts(info) for info in found], "beginnings": kept} | total)
 
@@ -101,7 +101,7 @@ def _list(store: Store) -> None:
         table.add_row(info.name, size(info.bytes), _used(info), *map(Text, rest))
     if found:
         show(table)
-    quota = "" if store.quota is None else f" of at most {size(store.quota)}"
+    quota = "" if store.blocks.quota is None else f" of at most {size(store.blocks.quota)}"
     note(f"{_number(len(found), 'session')}; {_number(blocks, 'block')}, {size(count)}{quota}, in {store.folder}.")
     if (kept := beginnings.stored(store.blocks)).tokens:
         note(f"Prompts can begin with {kept.tokens:,} stored tokens ({size(kept.bytes)}).")
