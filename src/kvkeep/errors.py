@@ -7,10 +7,13 @@ subclass.
 from __future__ import annotations
 
 import errno
+import logging
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+
+log = logging.getLogger(__name__)
 
 
 class KvkeepError(Exception):
@@ -233,3 +236,15 @@ def naming_memory(doing: str) -> Iterator[None]:
             raise
         release(error)
         raise out_of_memory(doing, error) from error
+
+
+@contextmanager
+def trial(what: str) -> Iterator[None]:
+    """Within the block ``what`` is tried. An error as a model of another layout causes it ends the block, and is
+    logged; an error for lack of memory is raised."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, RuntimeError, ValueError) as error:
+        if ran_out_of_memory(error):
+            raise
+        log.debug("%s: %s", what, error)

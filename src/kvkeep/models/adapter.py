@@ -10,9 +10,9 @@ layer.
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
@@ -20,11 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from kvkeep.errors import UnsupportedModelError, ran_out_of_memory
+from kvkeep.errors import UnsupportedModelError, trial
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.forward import attending, probing, set_attender
-
-log = logging.getLogger(__name__)
 
 
 class _Taken(Exception):
@@ -184,15 +182,12 @@ class Adapter:
 
     def _has_plain_projections(self, layer_idx: int) -> bool:
         """Return whether :meth:`_project_plain` gives identical results on random residuals."""
-        try:
+        with trial(self.family), suppress(UnsupportedModelError):
             hidden, positions = self._sample(4)
             plain = self._project_plain(layer_idx, hidden, positions)
             by_layer = self._project_by_layer(layer_idx, hidden, positions)
-        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError, UnsupportedModelError) as error:
-            if ran_out_of_memory(error):
-                raise
-            return False
-        return all(a.shape == b.shape and _close(a, b) for a, b in zip(plain, by_layer, strict=True))
+            return all(a.shape == b.shape and _close(a, b) for a, b in zip(plain, by_layer, strict=True))
+        return False
 
     def _sample(self, count: int) -> tuple[Tensor, Tensor]:
         weight = next(self.decoder.parameters())
@@ -210,15 +205,12 @@ class Adapter:
         Raises UnsupportedModelError naming the family, the layer and the difference, and what to do ``instead``.
         """
         if capability not in self._checked:
-            try:
-                self._checked[capability] = self._compare(capability, layers)
-            except (TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-                if ran_out_of_memory(error):
-                    raise
-                log.debug("%s: %s", self.family, error)
-                rotated = "their keys cannot be rotated to other positions"
-                others = "their layers need more than a residual and its positions"
-                self._checked[capability] = rotated if capability == "turn" else others
+            rotated = "their keys cannot be rotated to other positions"
+            others = "their layers need more than a residual and its positions"
+            found: str | None = rotated if capability == "turn" else others
+            with trial(self.family):
+                found = self._compare(capability, layers)
+            self._checked[capability] = found
         if (reason := self._checked[capability]) is not None:
             raise UnsupportedModelError(
                 f"'{self.family}' models cannot be used with {wanted_for}: {reason}; {instead}."

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -23,7 +22,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.errors import ran_out_of_memory
+from kvkeep.errors import trial
 from kvkeep.models.forward import current_attender
 from kvkeep.models.packed import Packed, PackedLinear, WithPointers
 from kvkeep.models.recurrences import replace_recurrence
@@ -35,7 +34,6 @@ from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, ad
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep, Writes
 
-log = logging.getLogger(__name__)
 _GATES: dict[int, Callable[[Tensor], Tensor]] = {
     SILU: functional.silu, GELU_TANH: lambda x: functional.gelu(x, approximate="tanh")
 }  # fmt: skip
@@ -330,14 +328,11 @@ def fuse(model: Any, layers: Any) -> int:
         replace_recurrence(module)
     done: list[FusedLayer] = []
     for index, layer in enumerate(layers):
-        try:
+        with trial(f"layer {index} runs by its modules"):
             fused = FusedLayer(layer)
-        except (AttributeError, TypeError) as error:
-            log.debug("layer %d runs by its modules: %s", index, error)
-            continue
-        if _agrees(fused):
-            layer.forward = fused
-            done.append(fused)
+            if _agrees(fused):
+                layer.forward = fused
+                done.append(fused)
     if done and len(done) == len(layers):
         done[0].all = FusedLayers.of(done, layers)
         if type(layers) is nn.ModuleList:
@@ -396,11 +391,6 @@ def _agrees(fused: FusedLayer) -> bool:
         fused.attention.config._attn_implementation = trial
         given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
         wanted, found = fused.plain(x, **given), fused(x, **given)
-    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        if ran_out_of_memory(error):
-            raise
-        log.debug("a layer cannot be compared: %s", error)
-        return False
     finally:
         fused.attention.config._attn_implementation = before
         del ALL_ATTENTION_FUNCTIONS[trial]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvkeep.errors import ran_out_of_memory
+from kvkeep.errors import trial
 from kvkeep.models.packed import Blocks, Packed, multiplied
 from kvkeep.native.library import library
 
@@ -57,10 +57,7 @@ def replace_routers(model: Any) -> None:
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             continue
         module.weight = made = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
-        try:
+        with trial("a router"):  # it may want more, behind the product
             module(torch.zeros(2, weight.shape[1], dtype=torch.bfloat16))
-        except (TypeError, AttributeError, RuntimeError, ValueError) as error:  # it wants more, behind the product
-            if ran_out_of_memory(error):
-                raise
         if made.packed is None:
             module.weight = weight
