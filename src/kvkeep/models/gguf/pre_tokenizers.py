@@ -78,10 +78,8 @@ class PreTokenizer:
     default_bos: int | None = 11
     """The id of the beginning if the file states none."""
     bytes_as_letters: bool = True
-    """Whether tokens spell bytes as letters (GPT-2's). Otherwise they are text, and bytes without a token are spelled
-    as ``<0x0A>``."""
-    escaped_spaces: bool = False
-    """Whether tokens have ``▁`` for a space."""
+    """Whether tokens spell bytes as letters (GPT-2's). Otherwise they are text with ``▁`` for a space, and bytes
+    without a token are spelled as ``<0x0A>``."""
 
     @property
     def expressions(self) -> tuple[tuple[str, str], ...]:
@@ -142,9 +140,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     ),
     **dict.fromkeys(
         ("gemma4", "granite-embed-multi-311m"),
-        PreTokenizer((_NOT_NEWLINES,), add_bos=True, always_bos=True, bytes_as_letters=False, escaped_spaces=True),
+        PreTokenizer((_NOT_NEWLINES,), add_bos=True, always_bos=True, bytes_as_letters=False),
     ),
-    "sarvam-moe": PreTokenizer((_NOT_NEWLINES,), bytes_as_letters=False, escaped_spaces=True),
+    "sarvam-moe": PreTokenizer((_NOT_NEWLINES,), bytes_as_letters=False),
     "minicpm5": PreTokenizer(
         (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORDS}|\p{{N}}+|{_OTHERS}|{_SPACES}"), ignore_merges=True
     ),

@@ -64,18 +64,15 @@ def _with_merges(keys: FileKeys, vocabulary: Vocabulary, splits: PreTokenizer) -
             byte_fallback=not splits.bytes_as_letters,
         )
     )
-    steps: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(one), how) for one, how in splits.expressions
-    ]
-    spaces = [decoders.Replace(_SPACE, " ")] if splits.escaped_spaces else []
+    steps = list[pre_tokenizers.PreTokenizer]()
+    steps += (pre_tokenizers.Split(Regex(one), how) for one, how in splits.expressions)
     if splits.bytes_as_letters:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         if missing := set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.ids.keys():  # bytes that have no token
             steps.append(pre_tokenizers.Split(Regex(f"[{_escaped(sorted(missing))}]"), "removed"))
         built.decoder = decoders.Sequence([*_verbatim(vocabulary), decoders.ByteLevel()])
     else:
-        built.decoder = decoders.Sequence([*spaces, decoders.ByteFallback(), decoders.Fuse()])
-    if splits.escaped_spaces:
+        built.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
         built.normalizer = normalizers.Replace(" ", _SPACE)
     built.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return built
