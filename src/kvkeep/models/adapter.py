@@ -67,7 +67,6 @@ class Adapter:
         self.recurrent = {int(module.layer_idx): module for module in self.decoder.modules() if _is_recurrent(module)}
         """The modules that compute recurrent states, by layer."""
         self._checked: dict[str, str | None] = {}
-        self._direct = False
         self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))
 
     # -- public -----------------------------------------------------------------------------------

@@ -37,8 +37,6 @@ TRIAL_ROWS = (2, 3, 7, 13)
 class Kind:
     """A kind of block."""
 
-    bits: int
-    """Bits of a code."""
     elements: int
     """Number of elements of a block."""
     size: int
@@ -48,21 +46,21 @@ class Kind:
 
 
 KINDS = {
-    "BF16": Kind(16, 2, 4, 4),
-    "F16": Kind(16, 2, 4, 4),
-    "Q4_0": Kind(4, 32, 18, 18),
-    "Q4_1": Kind(4, 32, 20, 20),
-    "Q5_0": Kind(5, 32, 22, 22),
-    "Q5_1": Kind(5, 32, 24, 24),
-    "Q8_0": Kind(8, 32, 34, 34),
-    "Q4_K": Kind(4, 256, 144, 148),
-    "Q5_K": Kind(5, 256, 176, 180),
-    "Q6_K": Kind(6, 256, 210, 210),
-    "IQ4_NL": Kind(4, 32, 18, 18),
-    "IQ4_XS": Kind(4, 256, 136, 138),
-    "MXFP4": Kind(4, 32, 17, 17),
-    "Q2_K": Kind(2, 256, 84, 84),
-    "Q3_K": Kind(3, 256, 110, 110),
+    "BF16": Kind(2, 4, 4),
+    "F16": Kind(2, 4, 4),
+    "Q4_0": Kind(32, 18, 18),
+    "Q4_1": Kind(32, 20, 20),
+    "Q5_0": Kind(32, 22, 22),
+    "Q5_1": Kind(32, 24, 24),
+    "Q8_0": Kind(32, 34, 34),
+    "Q4_K": Kind(256, 144, 148),
+    "Q5_K": Kind(256, 176, 180),
+    "Q6_K": Kind(256, 210, 210),
+    "IQ4_NL": Kind(32, 18, 18),
+    "IQ4_XS": Kind(256, 136, 138),
+    "MXFP4": Kind(32, 17, 17),
+    "Q2_K": Kind(256, 84, 84),
+    "Q3_K": Kind(256, 110, 110),
 }
 """The kinds that stay quantised in memory. Other kinds are converted to bfloat16."""
 GROUP = 32

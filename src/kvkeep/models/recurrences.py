@@ -43,9 +43,7 @@ class ShortConv:
         seen = _seen(before * x, cache, module.layer_idx, self.taps).float()
         weight = module.conv.weight.float()
         terms = [seen[:, tap : tap + count] * weight[:, 0, tap] for tap in range(self.taps)]
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
+        total = functools.reduce(torch.add, terms)
         return module.out_proj(after * total.to(after.dtype))
 
 

@@ -92,11 +92,8 @@ def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
     factors = _factors(parameters) or [1.0] * count
     plain = [float(theta) ** (-number / count) / factor for number, factor in enumerate(factors)]
     made = torch.tensor([_scaled(parameters, one) for one in plain], dtype=torch.float64)
-    if made.shape != stated.shape:
-        return None
-    if bool(((made - stated.double()).abs() <= 1e-5 * made).all()):
-        return made.float()
-    return None
+    same = made.shape == stated.shape and bool(((made - stated.double()).abs() <= 1e-5 * made).all())
+    return made.float() if same else None
 
 
 def _factors(parameters: dict[str, Any]) -> list[float] | None:
