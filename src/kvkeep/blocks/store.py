@@ -376,15 +376,11 @@ def keys_of(about: dict[str, Any] | None) -> set[str]:
     return set()
 
 
-def is_path(name: str) -> bool:
-    """Return whether a session is named by the path of its own folder: it is absolute, begins with a dot or a tilde, or
-    ends with ".session"."""
-    return name.startswith((".", "~")) or name.endswith(SUFFIX) or Path(name).is_absolute()
-
-
 def place_of(name: str, folder: str | None = None) -> tuple[Store, str]:
     """Return the store of a session, which need not exist, and its name there. folder: of the store; None: the user's,
-    or that of the session itself if :func:`is_path`."""
-    if folder is None and is_path(name):
+    or that of the session itself, if it is named by the path of its folder: one that is absolute, begins with a dot or
+    a tilde, or ends with ".session"."""
+    is_path = name.startswith((".", "~")) or name.endswith(SUFFIX) or Path(name).is_absolute()
+    if folder is None and is_path:
         return Store(Path(name).expanduser(), quota=None), ONLY
     return user_store(folder), name
