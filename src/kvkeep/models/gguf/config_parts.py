@@ -39,9 +39,9 @@ def common(
     }
 
 
-def rms(facts: Facts) -> Config:
-    """Return :func:`common`, and the epsilon of RMSNorm."""
-    return common(facts) | {"rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon")}
+def rms(facts: Facts, **layers: Any) -> Config:
+    """Return :func:`common`, of which ``layers`` are parameters, and the epsilon of RMSNorm."""
+    return common(facts, **layers) | {"rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon")}
 
 
 def layer_norm(facts: Facts) -> Config:

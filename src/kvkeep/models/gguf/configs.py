@@ -68,7 +68,7 @@ def _gemma3(facts: Facts) -> Config:
 
 
 def _gemma4(facts: Facts) -> Config:
-    made, turned = common(facts, kv_heads=1, inner=1), facts.values(FACTORS).flatten()
+    made, turned = rms(facts, kv_heads=1, inner=1), facts.values(FACTORS).flatten()
     sliding, wide = windows(facts, 6), facts.each("feed_forward_length")
     heads = facts.each("attention.head_count_kv")
     full = [layer for layer, kind in enumerate(sliding["layer_types"]) if kind == "full_attention"]
@@ -88,7 +88,6 @@ def _gemma4(facts: Facts) -> Config:
         )
     return made | sliding | {
         "model_type": "gemma4_text",
-        "rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon"),
         "head_dim": slid,
         "num_key_value_heads": heads[others[0]],
         "per_layer_config": {
@@ -134,10 +133,9 @@ def _deepseek2(facts: Facts) -> Config:
         facts.expect("expert_group_count", 1, "does not group the experts of softmax as llama.cpp does")
     made = {
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
-        **common(facts, kv_heads=facts.heads, rotary=turns),
+        **rms(facts, kv_heads=facts.heads, rotary=turns),
         **expert_counts(facts, "n_routed_experts"),
         **routing(facts),
-        "rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon"),
         "q_lora_rank": facts.count("attention.q_lora_rank") if facts.has("attn_q_a.weight") else None,
         "kv_lora_rank": facts.need("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,

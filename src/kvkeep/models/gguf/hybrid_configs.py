@@ -10,8 +10,6 @@ from kvkeep.models.gguf.config_parts import (
     HAS_BIAS,
     Config,
     Make,
-    common,
-    epsilon,
     expert_counts,
     made_of,
     rms,
@@ -25,8 +23,7 @@ def _some_layers(facts: Facts, inner: int | None = None, rotary: Config | None =
     """Return what nearly all architectures state, and the key heads of each layer: none where it has no attention.
     inner, rotary: as in :func:`~kvkeep.models.gguf.config_parts.common`."""
     heads = facts.each("attention.head_count_kv")
-    made = common(facts, kv_heads=max(heads), inner=inner, rotary=rotary)
-    return made | {"rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon")}, heads
+    return rms(facts, kv_heads=max(heads), inner=inner, rotary=rotary), heads
 
 
 def _mamba2(facts: Facts) -> Config:
@@ -109,22 +106,17 @@ def _delta_net(facts: Facts, inner: int | None = None) -> Config:
     heads, channels = facts.need("ssm.time_step_rank"), facts.need("ssm.inner_size")
     if heads <= 0 or channels <= 0 or channels % heads:
         raise facts.keys.damaged(f"it states {heads} value heads for {channels} channels")
-    epsilons = {"rms_norm_eps": epsilon(facts, "layer_norm_rms_epsilon")}
-    return (
-        common(facts, inner=inner)
-        | epsilons
-        | {
-            "linear_conv_kernel_dim": facts.need("ssm.conv_kernel"),
-            "linear_key_head_dim": facts.need("ssm.state_size"),
-            "linear_num_key_heads": facts.need("ssm.group_count"),
-            "linear_num_value_heads": heads,
-            "linear_value_head_dim": channels // heads,
-            "layer_types": [
-                "linear_attention" if one else "full_attention"
-                for one in facts.kinds("attention.recurrent_layers", "full_attention_interval", 4)
-            ],
-        }
-    )
+    return rms(facts, inner=inner) | {
+        "linear_conv_kernel_dim": facts.need("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.need("ssm.state_size"),
+        "linear_num_key_heads": facts.need("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": channels // heads,
+        "layer_types": [
+            "linear_attention" if one else "full_attention"
+            for one in facts.kinds("attention.recurrent_layers", "full_attention_interval", 4)
+        ],
+    }  # fmt: skip
 
 
 def _qwen35(facts: Facts, inner: int | None = None) -> Config:
