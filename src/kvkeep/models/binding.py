@@ -13,14 +13,13 @@ import inspect
 import re
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -173,9 +172,8 @@ class Binding:
         model, layers = self.model, layers_of(self.decoder)
         if (reason := _unstreamable(model, self.decoder)) is not None:
             raise UnsupportedModelError(f"'{model.config.model_type}' {reason}; use method 'full'.")
-        handles: list[RemovableHandle] = []
-        before = model.config._attn_implementation
-        try:
+        with ExitStack() as undo:
+            undo.callback(model.set_attn_implementation, model.config._attn_implementation)
             model.set_attn_implementation(NAME)
             if model.config._attn_implementation != NAME:
                 raise UnsupportedModelError(
@@ -183,13 +181,9 @@ class Binding:
                     "need; use method 'full'."
                 )
             for index, layer in enumerate(layers):
-                handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
+                undo.enter_context(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
             adapter = Adapter(model)
-        except BaseException:
-            for handle in handles:
-                handle.remove()
-            model.set_attn_implementation(before)
-            raise
+            undo.pop_all()
         for module in adapter.recurrent.values():
             if not isinstance(module.forward, Replacement):  # an interrupt may have left some
                 module.forward = Replacement(recurrent_forward, module, module.forward)
