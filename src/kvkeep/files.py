@@ -82,45 +82,31 @@ def check_kind(path: str | os.PathLike[str], wanted: str = "a file") -> None:
 # -- writing ----------------------------------------------------------------------------------------------
 
 
-def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object], *, private: bool = False) -> None:
-    """Write ``path`` atomically by ``write``.
+def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> None:
+    """Write ``path`` atomically by ``write``, as a private file.
 
-    A link is followed, and its target replaced. A file that is replaced keeps its mode; a new one has the process's
-    default. private: only this user can read the file, and a link is an error. Where a file is replaced, temporary
-    files of killed processes are removed. Raises OSError and the errors of ``write``; the previous file then remains.
+    Where a file is replaced, temporary files of killed processes are removed. Raises OSError and the errors of
+    ``write``; the previous file then remains.
     """
-    target = Path(path) if private else Path(os.path.realpath(path))
+    target = Path(path)
     prefix = f".{os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])}{_SAVING}"
-    mode = _mode(target)
-    if mode is not None:  # a folder may have many files, so new ones do not search it
+    if (kind := kind_of(target)) is not None:  # a folder may have many files, so new ones do not search it
+        if kind != "a file":  # a device or a pipe would be replaced by a file
+            raise OSError(errno.EINVAL, "Not a regular file", str(target))
         _remove_temporary([path for path in target.parent.iterdir() if path.name.startswith(prefix)])
-    if private:
-        mode = FILE_MODE
     temporary = target.parent / f"{prefix}{threading.get_ident()}-{owner()}"
     temporary.unlink(missing_ok=True)  # of an earlier process of the same number
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
-        with os.fdopen(os.open(temporary, flags, FILE_MODE if private else 0o666), "w+b") as file:
+        with os.fdopen(os.open(temporary, flags, FILE_MODE), "w+b") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            if mode is not None:
-                os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, mode)
+            os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, FILE_MODE)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _mode(target: Path) -> int | None:
-    """Return the permissions of the file to be replaced, None where there is none."""
-    try:
-        found = target.lstat().st_mode
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(found):  # a device or a pipe would be replaced by a file
-        raise OSError(errno.EINVAL, "Not a regular file", str(target))
-    return stat.S_IMODE(found)
 
 
 def sync_name(path: Path) -> None:

@@ -96,7 +96,7 @@ def _write(
         check()
 
     try:
-        write_whole(target, write, private=True)
+        write_whole(target, write)
     except OSError as error:
         raise SessionError(f"The file '{target}' cannot be written: {reason_of(error)}.") from error
     return len(names) - written

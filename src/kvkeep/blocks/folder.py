@@ -318,7 +318,7 @@ class BlockFolder:
                 self._mark, self._total = secrets.token_bytes(_MARK_BYTES), self._total + size
                 file.seek(0)
                 file.write(self._mark)
-                write_whole(path, lambda file: file.writelines(content), private=True)
+                write_whole(path, lambda file: file.writelines(content))
                 number = text.index(name) if name in text else len(text)
                 self._mark_used(name, number, time.time_ns(), max(len(text), 1))
             sync_name(path)

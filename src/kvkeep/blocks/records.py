@@ -105,7 +105,7 @@ class OwnerRecords:
             return
         try:
             make_folder((folder / path).parent, folder)
-            write_whole(folder / path, lambda file: file.write(_digest(path, content) + content), private=True)
+            write_whole(folder / path, lambda file: file.write(_digest(path, content) + content))
         except OSError as error:
             log.warning("An answer is not recorded on disk: %s.", reason_of(error))
 

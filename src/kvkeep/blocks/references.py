@@ -107,7 +107,7 @@ class SessionFiles:
 
     def write(self, number: int, data: bytes) -> None:
         """Write a generation, as a whole or not at all."""
-        write_whole(self._file(number), lambda file: file.write(data), private=True)
+        write_whole(self._file(number), lambda file: file.write(data))
         sync_name(self._file(number))
 
     def remove(self, number: int) -> None:

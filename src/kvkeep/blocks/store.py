@@ -182,7 +182,7 @@ class Store:
             if not is_file(self.folder / MARKER):
                 make_folder(self.folder)
                 close_to_others(self.folder)
-                write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()), private=True)
+                write_whole(self.folder / MARKER, lambda file: file.write(f"{VERSION}\n".encode()))
         except OSError as error:
             raise unwritable(self.folder, error) from error
 

@@ -255,7 +255,7 @@ def run_recorded(name: str, program: str, model: str, arguments: list[str], path
     if not recorder.longest:
         raise KvkeepError(f"'{name}' sent no request for an answer, so '{path}' was not written; ask it something.")
     try:
-        write_whole(path, lambda file: file.write(recorder.longest), private=True)
+        write_whole(path, lambda file: file.write(recorder.longest))
     except OSError as error:
         raise KvkeepError(f"'{path}' cannot be written: {reason_of(error)}; name another file.") from None
     command = shlex.join(["kvkeep", "warm", f"{path}", "--model", model])

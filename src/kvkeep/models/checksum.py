@@ -30,7 +30,7 @@ def remembered_sha256(path: Path) -> str:
     kept = {name: value for name, value in known.items() if Path(name).is_file()} | {key: [*facts, checksum]}
     with suppress(OSError):  # a cache folder prepared by someone else may be read-only
         make_folder(memory.parent)
-        write_whole(memory, lambda file: file.write(json.dumps(kept, indent=1).encode()), private=True)
+        write_whole(memory, lambda file: file.write(json.dumps(kept, indent=1).encode()))
     return checksum
 
 
