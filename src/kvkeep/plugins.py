@@ -19,13 +19,6 @@ from kvkeep.errors import KvkeepError, UsageError
 PARTS = "kvkeep.parts"
 """The group of entry points that name selectors, fates, recalls and presets, or a tuple of a fate and its preset."""
 
-_OF = {
-    "cli": ("typer", "rich"),
-    "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client"),
-    "lab": ("kvkeep_lab", "matplotlib", "pydantic", "filelock", "rouge_score", "markdown_it"),
-}
-"""The packages of each extra, as modules are called."""
-
 log = logging.getLogger(__name__)
 
 
@@ -75,15 +68,13 @@ def optional(module: str, extra: str) -> Any:
 
     Raises UsageError, with package and extra, if it is not installed.
     """
+    package = module.partition(".")[0]
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] not in (package, *_OF.get(extra, ())):
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
-        raise UsageError(
-            f"This needs the package '{error.name.partition('.')[0]}', which is not installed: {how(extra)}."
-        ) from None
+        raise UsageError(f"This needs the package '{package}', which is not installed: {how(extra)}.") from None
 
 
 def how(extra: str) -> str:
