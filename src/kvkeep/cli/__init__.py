@@ -38,18 +38,7 @@ COMMANDS = {
 
 
 _NO_MEMORY = "There is not enough memory ({}); use a smaller budget, text or model, or allow the process more memory."
-LAB = (
-    "verify",
-    "prove",
-    "bench",
-    "compare",
-    "inspect",
-    "stream",
-    "longchat",
-    "recompute",
-    "analyse",
-    "lab",
-)
+LAB = ("verify", "prove", "bench", "compare", "inspect", "stream", "longchat", "recompute", "analyse", "lab")
 """Commands of the lab, a separate distribution (package ``kvkeep_lab``, ``pip install ./lab``)."""
 
 
