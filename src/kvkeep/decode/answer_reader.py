@@ -92,6 +92,14 @@ class AnswerReader:
             self._state = following
         return CallPart(self._index, "", found) if found else None
 
+    def _last_arguments(self, ended: bool) -> Part | None:
+        """The arguments of a call that ends the answer."""
+        return self._json(self._after_last, ended)
+
+    def _after_last(self, ended: bool) -> Part | None:
+        self.complete += 1
+        return self._to(self._end)
+
     def _end(self, ended: bool) -> Part | None:
         """After the last call: a form allows nothing more."""
         self._waiting = ""
@@ -169,7 +177,7 @@ class MarkedReader(AnswerReader):
         hit = None if self._bare is None else self._bare.match(self._waiting, partial=True)
         if hit is None or hit.partial:
             return self._to(self._content) if hit is None or ended else None
-        self._to(self._bare_arguments, self._waiting[hit.end() :])
+        self._to(self._last_arguments, self._waiting[hit.end() :])
         return self._next_call(self._bare_names[hit["name"]])
 
     def _content(self, ended: bool) -> Part | None:
@@ -199,13 +207,6 @@ class MarkedReader(AnswerReader):
 
     def _arguments(self, ended: bool) -> Part | None:
         return self._json(self._after_call, ended)
-
-    def _bare_arguments(self, ended: bool) -> Part | None:
-        return self._json(self._after_bare, ended)
-
-    def _after_bare(self, ended: bool) -> Part | None:
-        self.complete += 1
-        return self._to(self._end)
 
     def _after_call(self, ended: bool) -> Part | None:
         following = None if self._between is None else self._between.match(self._waiting, partial=not ended)

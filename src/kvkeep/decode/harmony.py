@@ -16,10 +16,8 @@ import regex
 from kvkeep.decode.answer_reader import AnswerReader, Part, Reasoning, Schemas
 from kvkeep.decode.lark import TEXT, Rules
 
-CHANNEL, MESSAGE, END, START, CALL, CONSTRAIN = (
-    f"<|{name}|>" for name in ("channel", "message", "end", "start", "call", "constrain")
-)
-MARKS = (CHANNEL, MESSAGE, END, START, CALL, CONSTRAIN)
+MARKS = [f"<|{name}|>" for name in ("channel", "message", "end", "start", "call", "constrain")]
+CHANNEL, MESSAGE, END, START, CALL, CONSTRAIN = MARKS
 CALLED = " to=functions."
 """Before the name of a tool."""
 _TO = r"(?:\s*to=(?:functions\.)?(?P<%s>%s|\S+?))?"
@@ -72,7 +70,7 @@ class HarmonyReader(AnswerReader):
         self._to(self._message, self._waiting[hit.end() :])
         name = hit["before"] or hit["after"] or ""
         if name in self._tools:
-            self._state = self._arguments
+            self._state = self._last_arguments
             return self._next_call(name)
         return ""
 
@@ -83,10 +81,3 @@ class HarmonyReader(AnswerReader):
         if not text:
             return None if after is None else ""
         return Reasoning(text) if self._channel == "analysis" else text
-
-    def _arguments(self, ended: bool) -> Part | None:
-        return self._json(self._after_call, ended)
-
-    def _after_call(self, ended: bool) -> Part | None:
-        self.complete += 1
-        return self._to(self._end)
