@@ -20,11 +20,7 @@ from kvkeep.errors import SessionError, UsageError
 if TYPE_CHECKING:
     from kvkeep.blocks.store import SessionInfo, Store
 
-app = typer.Typer(
-    help="List the saved sessions and their blocks; delete, check, export and import them.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a session, owner/name, or the path of its folder.")]
 Exported = Annotated[Path, typer.Argument(metavar="FILE", help="File with an exported session or text.")]
@@ -64,10 +60,7 @@ class StorePlace:
 
 @app.callback(invoke_without_command=True)
 def cache(context: typer.Context) -> None:
-    """List the saved sessions and their blocks; delete, check, export and import them.
-
-    Without a command, it only lists them.
-    """
+    """List the saved sessions and their blocks; delete, check, export and import them."""
     if context.invoked_subcommand is None:
         _list(StorePlace().store())
 
