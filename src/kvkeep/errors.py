@@ -79,11 +79,10 @@ class StoreError(KvkeepError):
 class EntriesLost(StoreError):
     """Entries on disk cannot be read, or differ from what was written."""
 
-    def __init__(self, sentence: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__(
-            sentence
-            or "The disk does not return what was written to it, so entries of the text are lost, and the text has to "
-            "be read again. Check the disk, or keep the entries in memory (--where host)."
+            "The disk does not return what was written to it, so entries of the text are lost, and the text has to be "
+            "read again. Check the disk, or keep the entries in memory (--where host)."
         )
 
 
