@@ -160,14 +160,17 @@ class RequestedCache:
         positions = self.positions(model)
         if context is not None and answer and positions is not None:
             context = max(min(context, positions), context - answer + 1)
-        request = self._chosen(model, context or _positions(model) or 4096) if self.auto else self.request
+        request = self._chosen(model, context or positions or 4096) if self.auto else self.request
         if request is None:
             return DynamicCache(config=model.config)
         return KeepCache(model, request=replace(request, context=context))
 
     def positions(self, model: Any) -> int | None:
         """Return the number of tokens that the model can read and generate with the cache; None: no limit."""
-        return None if self.request is not None and self.request.method.any_length else _positions(model)
+        from kvkeep.geometry import ModelGeometry
+
+        any_length = self.request is not None and self.request.method.any_length
+        return None if any_length else ModelGeometry.from_config(model.config).max_positions
 
     def _chosen(self, model: Any, tokens: int) -> Request:
         """Return the request of a budget of ``auto`` for ``tokens`` tokens, and print the choice."""
@@ -181,9 +184,3 @@ class RequestedCache:
         choice = choose(ModelGeometry.of(model), tokens, memory, shared=device.type == "cpu")
         note(choice.reason)
         return Request.parse(**choice.options)
-
-
-def _positions(model: Any) -> int | None:
-    from kvkeep.geometry import ModelGeometry
-
-    return ModelGeometry.from_config(model.config).max_positions
