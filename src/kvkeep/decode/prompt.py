@@ -21,15 +21,12 @@ from kvkeep.decode.answer_format import AnswerFormat
 from kvkeep.decode.recognition import answer_format
 from kvkeep.decode.replay import bodies, replayed
 from kvkeep.decode.texts import check_text
-from kvkeep.decode.tool_texts import with_tools
+from kvkeep.decode.tool_texts import Messages, Tools, with_tools
 from kvkeep.engine.token_spelling import ALPHABET, SPACE
 from kvkeep.errors import KvkeepError, ModelError, UsageError, out_of_memory, ran_out_of_memory
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
 from kvkeep.native.room import has_room
 
-Messages = list[dict[str, Any]]
-"""A role and a content each, and what belongs to calls of tools."""
-Tools = Sequence[Mapping[str, Any]]
 GENERATED, NUMBER = "generated", "number"
 """Fields of a message for this module: an answer as it was generated (:class:`~kvkeep.decode.replay.Generated`), and
 the message's number in its conversation."""
@@ -331,13 +328,14 @@ def encoding(text: str) -> Iterator[None]:
         raise out_of_memory(doing)
     try:
         yield
-    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-        if isinstance(error, Exception) and ran_out_of_memory(error):
-            raise out_of_memory(doing, error) from error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # a panic of the tokenizer's library, whose words may be those of the text
+    except BaseException as error:
         if ran_out_of_memory(error):
             raise out_of_memory(doing, error) from error
+        if isinstance(error, Exception):
+            raise
+        # a panic of the tokenizer's library, whose words may be those of the text
         raise KvkeepError(f"The tokenizer failed on this text ({type(error).__name__}); change the text.") from error
 
 

@@ -14,6 +14,7 @@ _DESCRIPTION = (
 )
 _EXAMPLE = [("<name>", {"<argument>": "<value>"})]
 Messages = list[dict[str, Any]]
+"""A role and a content each, and what belongs to calls of tools."""
 Tools = Sequence[Mapping[str, Any]]
 
 
