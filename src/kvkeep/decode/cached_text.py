@@ -45,7 +45,6 @@ class CachedText:
             if self.cache.stream.record.take_undone() and not self.cache.crops:
                 self.cache.reset()
         self.cut(common_prefix(self.ids, prompt[:-1]))
-        self.settle(prompt)
 
     def cut(self, length: int) -> None:
         """Remove all tokens after the first ``length`` from the cache, as :meth:`align` does; it may then have

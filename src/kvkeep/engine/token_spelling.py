@@ -70,8 +70,10 @@ class TokenSpelling:
 def token_spelling(tokenizer: Any) -> TokenSpelling | None:
     """Return the bytes of a tokenizer's tokens; None if its decoder is of neither kind."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.decoder is None or _cleans(tokenizer, backend):
+    if backend is None or backend.decoder is None:
         return None
+    if tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE":
+        return None  # transformers removes spaces before punctuation
     state = json.loads(backend.decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     spelling = _spelling(steps)
@@ -93,11 +95,6 @@ def token_spelling(tokenizer: Any) -> TokenSpelling | None:
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of a tokenizer's special tokens."""
     return frozenset(one for one, token in tokenizer.added_tokens_decoder.items() if token.special)
-
-
-def _cleans(tokenizer: Any, backend: Any) -> bool:
-    """Return whether transformers removes spaces before punctuation, which it does for no BPE."""
-    return bool(tokenizer.clean_up_tokenization_spaces) and type(backend.model).__name__ != "BPE"
 
 
 def _spelling(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
