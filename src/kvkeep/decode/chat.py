@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -89,7 +88,7 @@ class Conversation:
             session = stored.load(model, fingerprint_of_tokenizer(tokenizer))
             assert stored.about is not None
             path, saved = stored.path, stored.about["ids"]
-        messages = session.notes.get("messages")
+        messages, last = session.notes.get("messages"), session.notes.get("last")
         if len(saved) > 1:
             raise SessionError(
                 f"The session '{path}' holds {len(saved)} texts instead of a conversation; name another."
@@ -100,15 +99,16 @@ class Conversation:
         ):
             raise SessionError(f"The session '{path}' holds no conversation; name another.")
         talk = cls(model, tokenizer, session.cache)
-        talk.messages = list(messages)
+        talk.messages = messages
         talk.past.ids = session.ids[0] if session.ids else []
-        talk.last = _last(session.notes.get("last"), saved[0] if saved else [])
+        if last is not None:
+            talk.last = Last([*(saved[0] if saved else ()), *last["ahead"]], last["written"], last["stopped"])
         return talk
 
     def save(self, where: Where) -> None:
         """Save to a path, or to a session open for writing, as one transaction. Raises SessionError. If messages were
         forgotten, their blocks are removed, too."""
-        self.check_savable()
+        check_savable(self.cache)
         last, known = self.last, len(self.ids)
         notes: dict[str, Any] = {"messages": self.messages, "last": None, "model": name_of(self.model)}
         if last is not None and last.sequence[:known] == self.ids:  # what the cached ids do not say of it
@@ -117,10 +117,6 @@ class Conversation:
         ids = [self.ids] if self.ids else []
         save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._fingerprint), forget=self._forgot)
         self._forgot = False
-
-    def check_savable(self) -> None:
-        """Raise SessionError if a cache of this kind cannot be saved."""
-        check_savable(self.cache)
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -260,16 +256,3 @@ class Conversation:
         texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         texts += [] if self.last is None else [self.last.sequence]
         self.past.cut(max((common_prefix(self.ids, ids) for ids in texts), default=0))
-
-
-def _last(notes: Any, ids: Sequence[int]) -> Last | None:
-    """Return the last answer from a session's notes, or None."""
-    if not isinstance(notes, dict):
-        return None
-    ahead, written, stopped = (notes.get(name) for name in ("ahead", "written", "stopped"))
-    if not isinstance(ahead, list) or not all(type(one) is int and one >= 0 for one in ahead):
-        return None
-    sequence = [*ids, *ahead]
-    if type(written) is not int or not 0 <= written <= len(sequence) or not isinstance(stopped, str):
-        return None
-    return Last(sequence, written, stopped)

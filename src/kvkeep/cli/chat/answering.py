@@ -8,7 +8,7 @@ from typing import Any
 from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.cli.chat import context_limit
-from kvkeep.cli.chat.state import Attachment, Chat
+from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.output import interruptible
 from kvkeep.contracts.entries import EntryState
 from kvkeep.contracts.exactness import Exactness
@@ -20,10 +20,10 @@ RETRY_TEMPERATURE = 0.8
 """Temperature of a further answer if answers are greedy: all greedy answers are equal."""
 
 
-def ask(chat: Chat, question: str, *files: Attachment) -> None:
-    """Answer a question, after the attached files and ``files``. Attached files stay until there is an answer. Raises
-    UsageError if the context is full."""
-    text = "\n\n".join([*(file.text for file in (*chat.attachments, *files)), question])
+def ask(chat: Chat, question: str, *files: str) -> None:
+    """Answer a question, after the texts of attached files and ``files``. Attached ones stay until there is an answer.
+    Raises UsageError if the context is full."""
+    text = "\n\n".join([*chat.attachments, *files, question])
     _make_space(chat, len(chat.talk.prompt(text)), text)
     prompt = chat.talk.prompt(text)
     if _answer(chat, prompt, lambda **options: chat.talk.answer(text, prompt, **options)):
@@ -48,8 +48,9 @@ def continue_answer(chat: Chat) -> None:
 
 def save(chat: Chat) -> None:
     """Save the conversation if it has a session. An error is shown here, and raised at the end of the chat."""
-    if (problem := chat.saver.save(chat.talk)) is not None:
-        chat.screen.note(problem)
+    chat.saver.save(chat.talk)
+    if chat.saver.error is not None:
+        chat.screen.note(str(chat.saver.error))
 
 
 def _make_space(chat: Chat, tokens: int, question: str | None) -> None:

@@ -63,6 +63,7 @@ def chat(
     _exit_on_signals()
     with ExitStack() as stack:
         with loading(model.model), startup():
+            from kvkeep.blocks.sessions import check_savable
             from kvkeep.cli.chat import commands, context_limit
             from kvkeep.cli.chat.screen import Screen
             from kvkeep.cli.chat.state import Chat, Saver
@@ -90,7 +91,7 @@ def chat(
             kv_cache = requested.build(loaded.model, answer=sampling.max_tokens)
             talk = Conversation(loaded.model, loaded.tokenizer, kv_cache, system=system)
         if kept is not None:
-            talk.check_savable()
+            check_savable(talk.cache)
         talk.prompt("?")  # a template that refuses the system prompt refuses every question
         if screen.interactive:
             note(f"{loaded.name}, {describe(talk.cache)}. /help lists the commands, Ctrl-D leaves.")

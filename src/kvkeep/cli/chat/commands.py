@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvkeep.budget import size
 from kvkeep.cli.chat import answering, context_limit
-from kvkeep.cli.chat.state import Attachment, Chat
+from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.chat.switch_cache import NONE, describe, switch_cache
 from kvkeep.decode.prompt import encoding
 from kvkeep.decode.texts import read_text
@@ -110,13 +110,13 @@ def _file(chat: Chat, rest: str) -> None:
         chat.screen.note("No file is attached.")
         return
     path, question = _path_and_question(rest)
-    file = Attachment(path, read_text(path))
+    text = read_text(path)
     if question:
-        answering.ask(chat, question, file)
+        answering.ask(chat, question, text)
         return
-    with encoding(file.text):
-        tokens = len(chat.talk.tokenizer(file.text, add_special_tokens=False, verbose=False).input_ids)
-    chat.attachments.append(file)
+    with encoding(text):
+        tokens = len(chat.talk.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    chat.attachments.append(text)
     chat.screen.note(f"{path}: {tokens:,} tokens; your next question will follow them. '/file none' removes them.")
 
 

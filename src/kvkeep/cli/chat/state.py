@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
-from kvkeep.blocks.sessions import StoredSession
+from kvkeep.blocks.sessions import StoredSession, check_savable
 from kvkeep.blocks.store import ONLY, place_of
 from kvkeep.cli.chat.screen import Screen
 from kvkeep.decode.chat import Conversation
@@ -35,22 +35,21 @@ class Saver:
         if self.session is not None:
             self.session.close()
 
-    def save(self, talk: Conversation) -> str | None:
-        """Save the conversation if it has a session. Return the message of an error, or None."""
+    def save(self, talk: Conversation) -> None:
+        """Save the conversation if it has a session, and note an error."""
         if self.session is None:
-            return None
+            return
         try:
             talk.save(self.session)
         except KvkeepError as error:
             self.error = error
-            return str(error)
-        self.error, self.saved = None, True
-        return None
+        else:
+            self.error, self.saved = None, True
 
     def save_as(self, talk: Conversation, name: str) -> None:
         """Save to the session ``name`` from this call on. Raises SessionError, and UsageError if the
         session contains a conversation."""
-        talk.check_savable()
+        check_savable(talk.cache)
         fresh = self._open(name)
         try:
             if fresh.saves:
@@ -83,13 +82,6 @@ class Saver:
         return StoredSession(store, word, writing=True)
 
 
-class Attachment(NamedTuple):
-    """A file whose text precedes the next question."""
-
-    path: str
-    text: str
-
-
 @dataclass
 class Chat:
     """One run of the command."""
@@ -104,7 +96,8 @@ class Chat:
     """Settings of sampling besides the temperature."""
     at_end: str = "ask"
     """Action when the context is full: ask, or the name of a continuation."""
-    attachments: list[Attachment] = field(default_factory=list)
+    attachments: list[str] = field(default_factory=list)
+    """The texts of files that precede the next question."""
     retries: int = 0
     """Number of resampled answers."""
     failed: bool = False
