@@ -144,7 +144,16 @@ class Subject:
         if isinstance(cache, PeerReader):
             return self._written(cache, ids, new, ended)
         if not shared or (isinstance(cache, KeepCache) and cache.method.recall.drafts):
-            made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
+            pieces = list[str]()
+            made = generate(
+                self.loaded.model,
+                self.tokenizer,
+                ids,
+                cache,
+                max_new_tokens=new,
+                on_text=pieces.append,
+                interrupted=None if ended is None else lambda: ended("".join(pieces)),
+            )
             steps = len(made.tokens) - 1
             seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
             text = self.tokenizer.decode(made.tokens, skip_special_tokens=True)

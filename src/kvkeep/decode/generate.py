@@ -38,9 +38,6 @@ SEEDS = range(-(2**63), 2**64)
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
 """The modes of transformers that generate one text token by token. Drafts do not change it."""
 
-REMEDY = "continue past them with KeepCache(model, 'endless', 1024)"
-"""What a caller in Python can do about a prompt that is too long."""
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -66,7 +63,7 @@ class Generation:
     """New token ids."""
     prompt_tokens: int
     stopped: str
-    """"eos", "length", "positions" (the model has no more), "ended" (the caller's condition) or "interrupted"."""
+    """"eos", "length", "positions" (the model has no more), "ended" (a stopping criterion) or "interrupted"."""
     method: str
     exactness: str
     memory: Memory
@@ -89,7 +86,6 @@ class _Caller:
     prompt: list[int]
     on_progress: Callable[[int], None] | None
     interrupted: Callable[[], bool]
-    ended: Callable[[str], bool] | None
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     """Stopping criteria of the model's generation_config."""
     _reported: int = 0
@@ -104,17 +100,17 @@ class _Caller:
         if done < len(self.prompt) and self.interrupted():
             raise KeyboardInterrupt
 
-    def check(self, answer: Answer, tokens: Sequence[int]) -> str:
+    def check(self, tokens: Sequence[int]) -> str:
         """Return the reason why an answer ends with ``tokens``; an empty string if it continues."""
-        ended = self.ended is not None and self.ended(answer.text)
         if self.interrupted():
             return "interrupted"
-        if self.criteria:
-            ended = ended or bool(self.criteria(torch.tensor([[*self.prompt, *tokens]]), None))
+        ended = self.criteria and bool(self.criteria(torch.tensor([[*self.prompt, *tokens]]), None))
         return "ended" if ended else ""
 
 
-def room_after(count: int, positions: int | None, remedy: str = REMEDY) -> int:
+def room_after(
+    count: int, positions: int | None, remedy: str = "continue past them with KeepCache(model, 'endless', 1024)"
+) -> int:
     """Return the number of tokens that fit after ``count`` prompt tokens within ``positions`` (None: no limit). Raises
     UsageError if none fits; ``remedy`` says what to do then."""
     if positions is None:
@@ -145,7 +141,6 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
-    ended: Callable[[str], bool] | None = None,
     ignore_eos: bool = False,
     temperature: float = 0.0,
     seed: int | None = None,
@@ -162,7 +157,6 @@ def generate(
         on_text: receives pieces of text as they are decoded.
         on_progress: receives the number of prompt tokens read; all are reported before the first piece of text.
         interrupted: called between chunks and between tokens; True stops.
-        ended: called with the new text after each token; True stops.
         ignore_eos: continue after the end-of-sequence token.
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
@@ -185,7 +179,7 @@ def generate(
         options["eos_token_id"] = None
     if seed is not None:
         torch.manual_seed(seed)
-    caller = _Caller(list(prompt), on_progress, interrupted or (lambda: False), ended)
+    caller = _Caller(list(prompt), on_progress, interrupted or (lambda: False))
     start, known, reread_s = time.perf_counter(), cache.get_seq_length(), _reconstruction_s(cache)
     ids = torch.tensor([caller.prompt], device=next(model.parameters()).device)
     call = {"attention_mask": torch.ones_like(ids), "cache": cache, "max_new_tokens": limit, **options}
@@ -195,7 +189,7 @@ def generate(
         tokenizer,
         [] if ignore_eos else end_ids(model),
         None if tokenizer is None else lambda piece: None if on_text is None else on_text(piece.text),
-        lambda tokens: caller.check(answer, tokens),
+        caller.check,
     )
     _schedule(model, answer, caller)
     tokens = answer.tokens
