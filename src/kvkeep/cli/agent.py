@@ -142,15 +142,10 @@ CLIENTS: Mapping[str, tuple[str, Callable[[Endpoint], Setup]]] = {
     "qwen": ("@qwen-code/qwen-code", qwen),
 }
 """Clients by the name of their program: the package on npm, and the setup."""
-PROTOCOLS: Mapping[str, Callable[[Endpoint], Setup]] = {"chat": openai, "responses": openai, "messages": anthropic}
-"""Protocols of any other client, and the variables that its packages read."""
 
 
 def agent(
-    name: Annotated[
-        str | None,
-        typer.Argument(help=f"{', '.join(CLIENTS)}; with --print also {', '.join(PROTOCOLS)}.", show_default=False),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help=f"{', '.join(CLIENTS)}.", show_default=False)] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the agent.", show_default=False)
     ] = None,
@@ -196,13 +191,10 @@ def agent(
             raise UsageError(f"kvkeep warm reads a request from a file whose name ends in .json; '{record}' does not.")
     if url is not None and model is not None:
         raise UsageError("--url names a server that has its model already; leave --model out.")
-    known = {one: setup for one, (_, setup) in CLIENTS.items()}
-    if show:
-        known |= PROTOCOLS
     if name is None and not show:
         raise UsageError(f"Name an agent: {', '.join(CLIENTS)}; or print what any other client needs with --print.")
-    if name is not None and name not in known:
-        raise unknown("agent", name, known)
+    if name is not None and name not in CLIENTS:
+        raise unknown("agent", name, CLIENTS)
     program = installed(name) if name is not None and not show else ""
     if record is not None:
         assert name is not None
@@ -215,24 +207,23 @@ def agent(
         if found is None:
             what = "server" if model is None else f"server with the model '{model}'"
             raise KvkeepError(f"No {what} runs at {URL}; start one ('kvkeep serve'), or name its --url.")
-        setups = [known[name]] if name is not None else [openai, anthropic]
-        for line in (line for setup in setups for line in shell_lines(name, setup(found))):
-            print(line)
+        for setup in [openai, anthropic] if name is None else [CLIENTS[name][1]]:
+            print(*shell_lines(name, setup(found)), sep="\n")
         return
     assert name is not None
     if found is not None:
-        raise typer.Exit(run(program, known[name](found), arguments or [], found.url))
+        raise typer.Exit(run(program, CLIENTS[name][1](found), arguments or [], found.url))
     model = model or MODEL
     options.check_model(model)
     with started(model, memory, key) as server:
-        raise typer.Exit(run(program, known[name](server), arguments or [], server.url))
+        raise typer.Exit(run(program, CLIENTS[name][1](server), arguments or [], server.url))
 
 
 def shell_lines(name: str | None, setup: Setup) -> Iterator[str]:
-    """Yield what a shell needs to run a client: variables, and the command if the client is known."""
+    """Yield what a shell needs to run a client: variables, and the command of a named one."""
     for variable, value in setup.environment.items():
         yield f"export {variable}={shlex.quote(value)}"
-    if name is not None and name in CLIENTS:
+    if name is not None:
         yield shlex.join([name, *setup.arguments])
 
 
