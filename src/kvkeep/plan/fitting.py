@@ -91,11 +91,25 @@ def plan(
             if geometry.max_positions
             else f"A context has at least 1 token, not {context}."
         )
+
+    def row(method: Method) -> Row:
+        if not _predictable(method):
+            raise UsageError("Its bytes do not follow from the shape of the model.")
+        entries, spec, shared = None, None, device == "cpu"
+        if method.selector.keeps_all:
+            entries = context if method.budgeted else None
+        else:
+            stored: dict[str, Any] = {"checkpoint": checkpoint, "where": where} if method.checkpoints else {}
+            request = Request.parse(method.name, budget, context=context, **stored)
+            entries, _ = request.entries(geometry)
+            spec = request.spec(geometry, device) if method.checkpoints else None
+        peak = grant(geometry, method, entries, context, spec, shared=shared)
+        return Row(method, spec, sizes(geometry, method, context, entries, spec, shared=shared), peak, memory // peak)
+
     rows, left_out = list[Row](), dict[str, str]()
-    stored = {"checkpoint": checkpoint, "where": where}
     for name in methods:
         try:
-            rows.append(_row(geometry, context, memory, budget, resolve(name), device, stored))
+            rows.append(row(resolve(name)))
         except Exception as error:  # a budget that is too small for a method, or a plugin that fails
             left_out[name] = first_line(error)
     rows.sort(key=_order)
@@ -106,28 +120,6 @@ def _order(row: Row) -> tuple[bool, int, int]:
     """Return the place of a row: first what fits; ``full`` and ``kv-direct`` before others, then by exactness."""
     name = row.method.name
     return not row.fitting, FIRST.index(name) if name in FIRST else len(FIRST), _PROMISES.index(row.method.exactness)
-
-
-def _row(
-    geometry: ModelGeometry,
-    context: int,
-    memory: int,
-    budget: str | int,
-    method: Method,
-    device: str,
-    stored: dict[str, Any],
-) -> Row:
-    if not _predictable(method):
-        raise UsageError("Its bytes do not follow from the shape of the model.")
-    entries, spec, shared = None, None, device == "cpu"
-    if method.selector.keeps_all:
-        entries = context if method.budgeted else None
-    else:
-        request = Request.parse(method.name, budget, context=context, **(stored if method.checkpoints else {}))
-        entries, _ = request.entries(geometry)
-        spec = request.spec(geometry, device) if method.checkpoints else None
-    peak = grant(geometry, method, entries, context, spec, shared=shared)
-    return Row(method, spec, sizes(geometry, method, context, entries, spec, shared=shared), peak, memory // peak)
 
 
 # -- a budget of "auto" -----------------------------------------------------------------------------------

@@ -262,11 +262,26 @@ def grant(
     without a budget reads at a time. rows: rows whose logits a pass computes; default: those that verify drafts.
     spec, shared, model: see :func:`sizes`.
     """
-    peak = _peak(geometry, method, budget, tokens, spec, shared, model)
+
+    def peak_of(method: Method, spec: CheckpointSpec | None) -> int:
+        """Return the peak bytes of entries, checkpoints, recall and tables."""
+        layers = geometry.full_layers
+        size = sizes(geometry, method, tokens, budget, spec, shared=shared, steps=1, model=model)
+        entries = size.exact + size.stored if size.budget is not None else 0
+        tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
+        if method.recall.drafts:  # queries that choose the resident entries again, and their results
+            elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
+            tables += FLOAT_BYTES * VOTERS * geometry.attention_heads * elements
+            tables += method.recall.tail(budget or 0) * geometry.recurrent_bytes()  # one for each draft
+        elif method.selector.keeps_all:
+            tables += NOTES * geometry.recurrent_bytes()
+        return size.memory(shared) + tables
+
+    peak = peak_of(method, spec)
     if (reading := method.reading) is not None:  # a checkpoint contains the whole text until its second reading
         first = replace(method, fate=reading.fate, recall=Everything())
         text = CheckpointSpec("kv", "host") if spec is None else replace(spec, kind="kv")
-        peak = max(peak, _peak(geometry, first, budget, tokens, text, shared, model))
+        peak = max(peak, peak_of(first, text))
     if rows is None:
         rows = 1
         if method.recall.drafts and budget is not None:  # the drafts and the token before them
@@ -275,26 +290,3 @@ def grant(
     if not method.selector.keeps_all:
         return peak + logits  # the sizes include its chunk
     return peak + logits + min(chunk or DEFAULT_CHUNK, tokens) * widest_bytes(geometry)
-
-
-def _peak(
-    geometry: ModelGeometry,
-    method: Method,
-    budget: int | None,
-    tokens: int,
-    spec: CheckpointSpec | None,
-    shared: bool,
-    model: Any,
-) -> int:
-    """Return the bytes of entries, checkpoints, recall and tables at the peak."""
-    layers = geometry.full_layers
-    size = sizes(geometry, method, tokens, budget, spec, shared=shared, steps=1, model=model)
-    entries = size.exact + size.stored if size.budget is not None else 0
-    tables = BOOKKEEPING_BYTES * sum(layer.kv_heads for layer in layers) * entries + TOKEN_BYTES * up(tokens + 1)
-    if method.recall.drafts:  # queries that choose the resident entries again, and their results
-        elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
-        tables += FLOAT_BYTES * VOTERS * geometry.attention_heads * elements
-        tables += method.recall.tail(budget or 0) * geometry.recurrent_bytes()  # one for each draft
-    elif method.selector.keeps_all:
-        tables += NOTES * geometry.recurrent_bytes()
-    return size.memory(shared) + tables
