@@ -16,15 +16,7 @@ from itertools import product, takewhile
 from typing import Any
 
 from kvkeep.decode import harmony
-from kvkeep.decode.answer_format import (
-    GRANITE,
-    ID,
-    NUMBER,
-    AnswerFormat,
-    CallFormat,
-    FieldFormat,
-    ReasoningFormat,
-)
+from kvkeep.decode.answer_format import GRANITE, ID, NUMBER, AnswerFormat, CallFormat, FieldFormat, ReasoningFormat
 from kvkeep.decode.answer_reader import BARE, BARE_KEYS, CallPart, MarkedReader
 from kvkeep.models.chat_templates import TemplateTooCostly, filled
 
