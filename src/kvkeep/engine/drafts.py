@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -48,14 +48,6 @@ Drafts = Generator[Read, Tensor, Sequence[int]]
 """Yields what the model reads to draft, receives its logits (keep, vocabulary), and returns the drafts."""
 
 
-class Copy(NamedTuple):
-    """A copy from the text."""
-
-    tokens: Sequence[int]
-    match: int
-    """The number of tokens that match before it."""
-
-
 class CopiedText:
     """The tokens of a text. Its memory is that of the tokens: they are searched, and not indexed."""
 
@@ -70,10 +62,10 @@ class CopiedText:
         self._tokens[self._length] = token
         self._length += 1
 
-    def copy(self, count: int) -> Copy:
-        """Return at most ``count`` tokens that followed the longest earlier occurrence of the last ones. A copy that
-        reaches the end of the text repeats."""
-        text, end, best = self._tokens[: self._length], self._length, Copy((), 0)
+    def copy(self, count: int) -> tuple[Sequence[int], int]:
+        """Return at most ``count`` tokens that followed the longest earlier occurrence of the last ones, and the number
+        of tokens that match before them. A copy that reaches the end of the text repeats."""
+        text, end, best, longest = self._tokens[: self._length], self._length, list[int](), 0
         hits = np.full(max(0, end - GRAM), True)
         for number in range(GRAM if len(hits) else 0):
             hits &= text[number : end - GRAM + number] == text[end - GRAM + number]
@@ -82,9 +74,9 @@ class CopiedText:
             limit = min(LONGEST_MATCH, source)
             same = text[source - limit : source][::-1] == text[end - limit : end][::-1]
             match = limit if same.all() else int(same.argmin())
-            if match > best.match:
-                best = Copy(text[source + np.arange(count) % (end - source)].tolist(), match)
-        return best
+            if match > longest:
+                best, longest = text[source + np.arange(count) % (end - source)].tolist(), match
+        return best, longest
 
 
 @dataclass
