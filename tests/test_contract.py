@@ -206,7 +206,7 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
 EVERYWHERE = ("full", "residual", "tokens", "h2o+verified, residual", "snapkv", "kvslimmer")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(("name", "family"), pairs(0, everywhere=EVERYWHERE))
 def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, family: str) -> None:
     """Greedily, by transformers' own generate(), or by the engine where the method drafts. A reset forgets everything,
@@ -234,7 +234,7 @@ def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, fami
         assert torch.equal(step(family, cache, tokens)[:, -1], answers[0].logits[place])
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("name", "family"), pairs(1, everywhere=("h2o", "h2o+pages:1", "h2o+merge", "h2o+quantize:8")))
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     """Padded by whole chunks, so that each row's own tokens are taken in the same pieces as without padding."""
@@ -270,7 +270,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
     assert_near(batch[own], read(family, new_cache(name, family), *alone))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("name", covering_names((name for name, case in CASES.items() if not case.drafts), 2))
 def test_every_method_runs_beside_every_kind_of_recurrent_state(name: str) -> None:
     """Two rows, one of them padded, of which the states hold nothing."""
@@ -308,7 +308,7 @@ def test_a_padded_row_generates_what_it_does_alone(name: str, family: str) -> No
     assert_near(torch.stack(batch.logits)[:, own], torch.stack(alone.logits))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(3, differs) if pair not in NORMED])
 def test_rows_in_another_order_repeated_and_left_out_go_on(name: str, family: str) -> None:
     """As if the batch had been so from the start; in a chunk that is long enough for a group to become one."""
@@ -408,6 +408,7 @@ def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> No
     assert cache.get_seq_length() == cache.memory().resident_bytes == cache.memory().compressed_bytes == 0
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", covering_names(LOSSY, 5))
 def test_until_something_leaves_it_is_the_unbounded_cache(name: str) -> None:
     """And a crop that undoes an append undoes it wholly."""
@@ -541,7 +542,7 @@ def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None
     assert_near(step(family, cache, ids[:, 50:51])[:, -1], expected(family, ids)[:, 50])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("name", "family"), pairs(9, streams, everywhere=("kv", "residual:3", "h2o+kv")))
 def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family: str) -> None:
     case, cache = CASES[name], new_cache(name, family)

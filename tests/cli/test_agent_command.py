@@ -94,6 +94,7 @@ def test_a_key_comes_from_the_environment(run: Run, client: Any, monkeypatch: py
     assert report()[1]["KVKEEP_API_KEY"] == KEYS[1] and KEYS[1] not in " ".join(report()[0])
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("print_of", [*agent.CLIENTS, None])
 def test_what_is_printed_is_for_a_shell(print_of: str | None, run: Run, client: Any, address: str) -> None:
     report = client(print_of or "none")

@@ -31,6 +31,7 @@ def questions(session: Path) -> list[str]:
     return [message["content"] for message in talk.messages if message["role"] == "user"]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("number", "when"), [("SIGHUP", "answering"), ("SIGTERM", "waiting"), ("SIGKILL", "answering")]
 )

@@ -99,6 +99,7 @@ def accepted(answers: Answers, calls: Calls, known: Any, text: str) -> str:
     return str(answers.tokenizer.decode(ids[count:])) + ("" if matcher.is_accepting() else ".")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])

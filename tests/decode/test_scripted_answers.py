@@ -28,7 +28,7 @@ def test_an_answer_is_its_text_with_all_spaces(kind: str) -> None:
     ids = loaded.tokenizer("the Q").input_ids
     told: list[str] = []
     seen: list[str] = []
-    options: dict[str, Any] = {"on_text": told.append, "ended": lambda text: bool(seen.append(text))}
+    options: dict[str, Any] = {"on_text": told.append, "interrupted": lambda: bool(seen.append("".join(told)))}
     found = generate(loaded.model, loaded.tokenizer, ids, KeepCache(loaded.model), **options)
     assert found.text == "".join(told) == WRITTEN and found.stopped == "eos"
     assert found.text == generate(loaded.model, loaded.tokenizer, ids, KeepCache(loaded.model)).text

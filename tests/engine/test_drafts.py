@@ -91,7 +91,7 @@ def same(one: KeepCache, other: KeepCache) -> None:
             assert torch.equal(tensor_of(ours[name]), tensor_of(theirs[name])), name
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(repetition=1.2)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -129,6 +129,7 @@ def test_answers_of_one_pass_have_their_own_drafts(folder: Path) -> None:
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("most", [1, 2, 3, 17])
 @pytest.mark.parametrize("stop", [0, 5, 11])
 def test_an_answer_ends_where_it_ends_without_drafts(most: int, stop: int, folder: Path) -> None:

@@ -144,6 +144,7 @@ def test_another_model_is_refused(fresh: Any, method: str) -> None:
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("method", "budget"), WAYS)
 def test_a_cache_filled_in_inference_mode_continues_outside_it(method: str, budget: int | None) -> None:
     model, results = tiny("llama"), []

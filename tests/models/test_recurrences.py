@@ -114,6 +114,7 @@ def test_values_are_those_of_the_module(count: int, rows: int, family: str, mode
     torch.testing.assert_close(ours(x, attention_mask=mask), wanted, atol=near, rtol=0.02)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("parts", [(1,) * 45, (2, 1, 30, 1, 11), (44, 1)])
 def test_no_bit_depends_on_the_tokens_that_are_read_at_once(parts: tuple[int, ...], family: str, models: Any) -> None:
     ids, model = prompt(), models(family)

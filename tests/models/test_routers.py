@@ -46,6 +46,7 @@ def test_other_functions_and_types_are_those_of_a_parameter() -> None:
         assert torch.equal(other, made)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
 def test_mixtures_have_the_same_bits_for_any_chunk_and_batch(family: str, tmp_path: Path) -> None:
     model: Any = load(saved(mixture(family), tmp_path), weights="bfloat16", device="cpu").model

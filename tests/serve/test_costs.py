@@ -302,6 +302,7 @@ def test_thirty_who_read_nothing_take_bounded_memory_and_others_their_whole_answ
 # -- connections ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_silent_connections_make_way_and_busy_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "connection_limit", lambda: 8)
     with serving() as (address, engine), ExitStack() as stack:

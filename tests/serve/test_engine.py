@@ -214,6 +214,7 @@ def test_an_exact_session_ends_at_the_positions_where_new_ones_go_on() -> None:
     assert isinstance(refused.events[-1], PromptTooLong) and "context has 512" in str(refused.events[-1])
 
 
+@pytest.mark.slow
 def test_sessions_of_endless_store_no_more_than_the_capacity(tmp_path: Path) -> None:
     """Their oldest blocks are dropped, after a restart of the server, too; a changed end is not read from the
     beginning."""
@@ -247,6 +248,7 @@ def test_a_capacity_that_sessions_could_not_have_is_refused() -> None:
     assert serving(capacity=2000, method="kv-direct", budget=24).options({}) == {"method": "kv-direct", "budget": 24}
 
 
+@pytest.mark.slow
 def test_no_method_holds_more_than_what_it_may() -> None:
     """Every case, bookkeeping included, after a prompt and a step."""
     for name in [name for name in CASES if taken(name, "llama")]:

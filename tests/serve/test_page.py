@@ -177,7 +177,7 @@ def test_a_tab_that_has_not_seen_a_message_does_not_remove_it(tab: Browser) -> N
             tab.run("document.querySelector('#max_tokens').value = 20")
             with held(engine):
                 send(tab, text)
-                tab.until("localStorage.getItem('kvkeep.talks').includes('running')")
+                tab.until("localStorage.getItem('kvkeep.talks')?.includes('running')")
                 tab.switch(first)
                 tab.run(f"localStorage.setItem('kvkeep.talks', {json.dumps(before)})")
                 tab.until(f"localStorage.getItem('kvkeep.talks').includes({json.dumps(text)})")

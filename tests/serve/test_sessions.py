@@ -67,6 +67,7 @@ def told(engine: Engine, ids: list[int], name: str, new: int = NEW, **cache: Any
     return client
 
 
+@pytest.mark.slow
 def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def chunks(address: str, asked: dict[str, Any], path: str) -> list[Any]:
     return [json.loads(line)["choices"][0] for line in lines]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [None, "\N{PARROT}", "n x", "  y", "nowhere"])
 def test_answers_and_streams_are_the_text_to_the_letter(servers: Any, kind: str, stop: str | None) -> None:

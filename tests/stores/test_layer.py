@@ -37,6 +37,7 @@ def tensors(span: Span) -> list[Tensor]:
     return [one for part in parts for one in (part if isinstance(part, list) else [part])]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("spec", "budget"), METHODS)
 def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> None:
     """What it is pointed to are the tensors that are counted, and no copies beside them."""

@@ -116,6 +116,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(selector: str, lengths: list[i
         assert_near(ours[:, -1], whole[:, at])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_attention_of_every_family_is_counted(family: str) -> None:
     """What resident and hoarded entries were given adds up to the queries there were: scores went along both ways."""

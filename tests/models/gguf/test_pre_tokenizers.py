@@ -36,6 +36,7 @@ def test_a_letter_of_unicode_16_is_none() -> None:
     assert pieces(pre_tokenizer("gpt-2"), "a\U00010cc0b") == ["a\U00010cc0b"]  # one of Unicode 8
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("unit", ["a", " ", "1", "!", "aB"])
 def test_the_time_grows_with_the_text_and_no_faster(unit: str) -> None:
     for splits in {one.splits: one for one in PRE_TOKENIZERS.values()}.values():

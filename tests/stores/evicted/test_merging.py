@@ -137,6 +137,7 @@ class Reference:
         return merged
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("cap", [0, 3])
 @pytest.mark.parametrize(
     "chunks",

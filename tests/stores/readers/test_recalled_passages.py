@@ -271,6 +271,7 @@ def test_a_block_is_recalled_until_it_is_dropped() -> None:
         assert (cache.lost_tokens > 420) != there
 
 
+@pytest.mark.slow
 def test_what_is_not_lost_is_as_without_a_capacity() -> None:
     """Before the first loss in all bits, and after it where the same passages are recalled."""
     model, ids = tiny("llama", positions=4096), _ids(2080)
@@ -383,6 +384,7 @@ def test_another_kind_of_checkpoint_and_more_exact_tokens_than_positions_are_ref
         KeepCache(model, "endless+passages:count=3,size=16,exact=513", 24, chunk=16)
 
 
+@pytest.mark.slow
 def test_the_newest_entries_may_begin_within_full_pages() -> None:
     """Of pages that became full since the choice, a step attends to a part; with one large page there are none."""
     model, ids, found = tiny("llama", positions=512), _ids(1500), []

@@ -49,6 +49,7 @@ def test_a_token_that_took_anothers_place_keeps_what_it_received(family: str) ->
             assert (bank.scores[bank.slots == 42] > 0).all()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_row_that_was_padded_attends_as_many_entries_as_one_that_was_not(name: str) -> None:
     """A decoded token takes its place before it attends, in padded batches too: the budget includes it."""
