@@ -92,7 +92,7 @@ ANYWHERE = [(name, family) for name in ("full", "h2o+merge+verified") for family
 ANYWHERE += [(name, "deepseek_v3") for name in ("full", "static", "paged")]  # others expand latents in the step
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(("name", "family"), list(dict.fromkeys([*ANYWHERE, *rotated()])))
 def test_logits_are_those_of_one_token_at_a_time(name: str, family: str, packed: Any, single: Any) -> None:
     model = packed(family)

@@ -49,6 +49,7 @@ def test_token_for_token(smollm2: Any, ids: list[int], expected: Any, options: d
     assert expected.memory.resident_bytes > 4 * result.memory.resident_bytes or options["budget"] == 64
 
 
+@pytest.mark.slow
 def test_kvzip_finds_what_nobody_had_asked_for_yet(smollm2: Any) -> None:
     """A context is read and compressed by itself; the question comes when three quarters of it are gone."""
     from kvkeep.decode.prompt import encode, question
@@ -68,6 +69,7 @@ def test_kvzip_finds_what_nobody_had_asked_for_yet(smollm2: Any) -> None:
     assert answer.timing.reconstruction_s == 0  # that was before
 
 
+@pytest.mark.slow
 def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
     """In bfloat16 sums in another order may decide a near tie otherwise: a token may differ only where the stock
     model's own two best logits are closer than bfloat16 resolves."""

@@ -168,7 +168,7 @@ def test_a_prompt_cut_at_a_blocks_end_has_the_bits_of_one_that_is_not(family: st
     assert [*kept] == [BLOCK] and torch.equal(ours, theirs)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("method", ["full", "snapkv+verified:5"])
 @pytest.mark.parametrize("family", RECURRENT)

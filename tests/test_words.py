@@ -9,6 +9,7 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -49,12 +50,15 @@ SAME_NAME = 0
 """Public classes that have the name of another one, at most."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
     """The package and the tree of every module; modules of a distribution's top level are one package."""
+    found = []
     for source in SOURCES:
         for path in sorted((ROOT / source).rglob("*.py")):
             inside = path.relative_to(ROOT / source).parts
-            yield "/".join([Path(source).name, *inside[:-1][:1]]), ast.parse(path.read_text("utf-8"))
+            found.append(("/".join([Path(source).name, *inside[:-1][:1]]), ast.parse(path.read_text("utf-8"))))
+    return found
 
 
 def defined(node: ast.AST) -> str:

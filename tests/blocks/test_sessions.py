@@ -315,6 +315,7 @@ def test_a_session_larger_than_the_quota_keeps_its_beginning(tmp_path: Path, cap
         assert stored.load(model()).cache.get_seq_length() == 256
 
 
+@pytest.mark.slow
 def test_blocks_that_a_checkpoint_has_dropped_are_no_part_of_the_session(tmp_path: Path) -> None:
     """A turn writes what is new, also after a restart, and the store has what the checkpoint has."""
     one, ids = tiny("llama", positions=4096), torch.randint(3, 90, (1, 2400))

@@ -141,6 +141,7 @@ def test_an_answer_that_has_to_call_calls_with_arguments_of_the_schema(kind: str
     assert ended
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_that_may_call_is_text_or_a_call(kind: str) -> None:
     """A model that wants to call, and then says something else, may only call."""

@@ -53,7 +53,7 @@ def test_answers_are_those_of_the_unbounded_cache(name: str, family: str, way: i
     assert not ours.cache.draft_passes.active
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", DRAFTING)
 def test_drafts_are_refused_and_stay_within_the_budget(name: str) -> None:
     """Were no draft refused, nothing above would show that the exact pass decides."""

@@ -187,6 +187,7 @@ def test_the_default_model_answers(smollm2: object) -> None:
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_default_models_weights_equal_the_file(smollm2: object) -> None:
     """As gguf dequantises it; rows of query and key have another order there and are left out."""

@@ -329,7 +329,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("method", RULES)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
@@ -348,7 +348,7 @@ def test_every_selector_keeps_what_its_reference_keeps(
     assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(
     ("recall", "lengths", "taken"),
     [

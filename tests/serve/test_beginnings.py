@@ -121,6 +121,7 @@ def test_with_windows_or_recurrent_states_a_prompt_begins_at_a_blocks_end(family
             assert [*client.ended.tokens] == wanted.tokens
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_next"])
 @pytest.mark.parametrize("place", ["memory", "memory and store", "store"])
 def test_an_answer_that_comes_back_in_another_form_costs_no_message_before_it(
@@ -208,6 +209,7 @@ def test_a_disk_that_fails_costs_the_cache_and_nothing_else(
     engine.close()
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_next_turn_of_any_client_skips_the_prefill(tmp_path: Path) -> None:
     model = saved(tiny("llama", positions=8192), tmp_path / "model")
     options = ["--model", str(model), "--memory", "200MB", "-x", "full"]

@@ -44,6 +44,7 @@ def address() -> Iterator[str]:
         yield found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if "mini" not in name])  # it has its own tool
 def test_a_client_calls_sends_the_result_and_gets_the_answer(name: str, address: str) -> None:
     package, run = programs.PROGRAMS[name]

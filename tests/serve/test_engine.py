@@ -61,6 +61,7 @@ def test_samples_are_those_of_the_seed_whatever_else_runs(spec: str) -> None:
     assert [*again.ended.tokens] == wanted
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("spec", ["full", "kv-direct", "h2o", "revive", "snapkv+verified", "kvreviver", "window+merge"])
 def test_a_session_goes_on_and_reads_only_what_is_new(spec: str) -> None:
     cache: dict[str, Any] = {"method": spec} | ({} if spec == "full" else {"budget": 60, "chunk": 16})

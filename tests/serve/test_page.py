@@ -77,6 +77,7 @@ def choose(tab: Browser, method: str, budget: str) -> None:
     tab.run(f"(() => {{ const e = document.querySelector('#budget'); e.value = '{budget}'; e.{typed} }})()")
 
 
+@pytest.mark.slow
 def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "DEFAULT_MAX_TOKENS", 60)  # for texts as long as a model without sense writes them
     with serving() as (address, engine):
@@ -243,6 +244,7 @@ SAID: list[dict[str, Any] | str] = [
 ]
 
 
+@pytest.mark.slow
 def test_reasoning_calls_and_code_are_shown_and_what_was_reused(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, reuse = threading.Event(), {"kvkeep": {"reuse": "message 14 differs"}}
 

@@ -78,6 +78,7 @@ def test_what_is_granted_stays_within_the_memory_and_shared_blocks_count_once(tm
     assert all(client.ended.written == 8 for client in clients)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["method"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_clients_without_sessions_find_their_conversations_again(family: str, kind: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monk
     assert call("GET", "/v1/sessions/two").status_code == 503
 
 
+@pytest.mark.slow
 def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_folder: Path, tmp_path: Path) -> None:
     """A lossy method, whose answers would differ if its session were read anew."""
     folder, loaded = tmp_path / "s", kvkeep.load(str(model_folder))

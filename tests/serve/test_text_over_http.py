@@ -114,6 +114,7 @@ def test_an_answer_without_a_content_is_empty_and_what_belongs_to_no_role_is_ref
         assert error["param"] == field, error
 
 
+@pytest.mark.slow
 def test_a_template_that_does_not_end_is_a_400_and_nobody_waits_for_it(servers: Any) -> None:
     looping = "{% for a in range(99999) %}{% for b in range(99999) %}{{ messages|length }}{% endfor %}{% endfor %}"
     address, _ = servers("byte level", looping)

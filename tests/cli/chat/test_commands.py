@@ -148,6 +148,7 @@ LONG = [f"{'the of and to in was it for ' * 14}{word}" for word in ("on", "as", 
 """Questions of which four fill 512 positions."""
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("method", ["full", "kv-direct", "snapkv:window=4,kernel=3+verified:5"])
 def test_a_full_context_continues_by_endless_without_reading_again(method: str) -> None:
     common: dict[str, Any] = {"method": method, "budget": None if method == "full" else 32, "positions": 512}

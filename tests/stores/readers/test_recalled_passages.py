@@ -233,6 +233,7 @@ def _quota(text: Tensor, capacity: int | None, where: str = "disk") -> KeepCache
     return cache
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("where", ["disk", "host"])
 def test_a_full_checkpoint_drops_its_oldest_blocks_and_stays_within_the_capacity(where: str) -> None:
     model, ids, question = tiny("llama", positions=4096), _ids(2800), torch.tensor([[91, 92, 93, 94]])
@@ -306,6 +307,7 @@ def test_a_cache_that_has_lost_blocks_is_copied_saved_and_not_cropped_into_them(
     assert cache.get_seq_length() == 1990
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("exact", [64, 900])
 def test_a_crop_to_where_entries_are_lost_is_refused(exact: int) -> None:
     """Those of an exact text, or the newest ones: the text is read again, and is what it was."""
