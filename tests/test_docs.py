@@ -113,7 +113,7 @@ def test_command_examples_are_understood() -> None:
         within.make_context(name, command)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "line",
     [line for line in commands() if line.split()[1] in CHEAP and not any(dear in line for dear in DEAR)],

@@ -72,7 +72,7 @@ def test_a_step_has_the_same_shapes_and_asks_nothing(method: str, budget: int) -
 ELSEWHERE = [*(pair for pair in BOUNDED if pair[0] not in ("streaming-llm", "duo-attention")), ("kv-direct", 16)]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("method,budget", ELSEWHERE)
 def test_nothing_is_made_on_another_device(method: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device without numbers: a tensor of the host among its tensors, or a question to them, is an error."""

@@ -143,7 +143,7 @@ def test_what_is_forgotten_is_in_no_cache_and_no_file(tmp_path: Path, method: st
     assert not talk.ids and not memory_of(talk.cache).resident_bytes
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(("family", "new"), [*((family, 9) for family in RECURRENT), ("lfm2", 530), ("gemma3", 530)])

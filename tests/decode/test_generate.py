@@ -54,7 +54,7 @@ def test_interrupting_the_prompt_keeps_whole_chunks() -> None:
     assert written(cache).tokens == written().tokens
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("name", "family"),
     [

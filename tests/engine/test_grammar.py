@@ -103,6 +103,7 @@ def test_a_form_changes_no_answer_that_has_it(kind: str) -> None:
     assert answer(model, Sampling(grammar=grammar(model, of_regex("no(yes)?")))).text.startswith("no")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_drafts_change_nothing(seed: int | None) -> None:
     model = loaded("byte level")

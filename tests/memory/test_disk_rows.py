@@ -160,6 +160,7 @@ COPIES: dict[str, Callable[[KeepCache], Any]] = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("damage", [cut_short, overwritten])

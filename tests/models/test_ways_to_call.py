@@ -118,7 +118,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return plain, bound
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_bound_model_gives_the_tokens_of_transformers(models: tuple[Any, Any], way: str) -> None:
     plain, bound = models

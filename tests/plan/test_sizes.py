@@ -93,7 +93,7 @@ def cache_of(name: str) -> Cache:
     return Cache(method, CheckpointSpec.parse(kind, case.options.get("where", "disk")))
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method.reading is None])
 def test_every_case_on_a_quarter_of_the_families(name: str) -> None:
     """Each family with another length, budget and number of steps."""
@@ -103,7 +103,7 @@ def test_every_case_on_a_quarter_of_the_families(name: str) -> None:
         compare(family, cache, tokens, budget, steps)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("label", CACHES)
 def test_every_kind_and_place_whatever_the_budget(label: str) -> None:
     """One for each: cases without a checkpoint have others on other families."""
@@ -111,6 +111,7 @@ def test_every_kind_and_place_whatever_the_budget(label: str) -> None:
     compare("llama", CACHES[label], tokens, budget, steps)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", ALL)
 def test_caches_of_a_family_are_built_or_refused_by_name(family: str) -> None:
     for label, cache in caches(len(geometry(family).layers)).items():

@@ -93,7 +93,7 @@ def test_a_family_whose_recurrent_modules_are_not_known_shares_no_pass(monkeypat
     assert not can_pack(cache)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(9)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_method_reads_beside_all_others_as_alone(family: str) -> None:
     model = tiny(family)

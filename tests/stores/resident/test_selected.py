@@ -143,7 +143,7 @@ def test_rows_allocate_what_they_need(name: str) -> None:
         assert [len(slots) for slots in slots_of(layer)] == [min(own, 21)] * 2
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("name", BY_VECTORS)
 def test_ragged_rows_are_what_they_are_alone(name: str) -> None:
     """Rows in banks of their own, that grow at different times, give what each gives without the others."""
