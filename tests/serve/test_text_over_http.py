@@ -134,4 +134,4 @@ def test_a_template_that_does_not_end_is_a_400_and_nobody_waits_for_it(servers: 
     thread.join()
     assert time.process_time() - begun < 5
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("The model's chat template takes")
-    assert len(waits) > 3 and sorted(waits)[-2] < 0.5
+    assert len(waits) > 3 and max(waits) < sum(waits) / 2
