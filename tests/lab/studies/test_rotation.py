@@ -86,12 +86,9 @@ def test_other_bits_are_refused() -> None:
 def test_it_measures_a_model_on_a_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(WORDS[(7 * number) % len(WORDS)] for number in range(200)))
-    study = RotationStudy(tokens=100, bits=[8, 4], queries=4)
-    found = measured(study, files=[text])
+    found = measured(RotationStudy(tokens=100, bits=[8, 4], queries=4), files=[text])
     assert found.tokens == 96 and len(found.rows) == 2 * 2 * len(ROTATED)
     for what in ROTATED:
         for form in ("quantize", "tiers"):
             fine, coarse = where(found.rows, rotated=what, form=form)
             assert fine.bits == 8 and fine.errors.output < coarse.errors.output
-    plain, turned = (where(found.rows, rotated=what, form="tiers", bits=4)[0] for what in ("neither", "values"))
-    assert study.scores(found)["tiers"] == turned.errors.output / plain.errors.output

@@ -72,6 +72,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SMALL: dict[str, dict[str, Any]] = {
     "bounds": {"tokens": 100, "pages": [2, 8], "queries": 20},
+    "rotation": {"tokens": 100, "queries": 4},
     "held-bytes": {"lengths": [96], "kinds": ["kv"]},
     "kept": {"tokens": 100, "budget": "32"},
     "verify": {"quick": True},

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
@@ -27,7 +27,6 @@ from kvkeep_lab.attention_inputs import Attended, grouped, watching
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Count, Flag, TextStudy, Trial, unique
 from kvkeep_lab.tables import Table, number
-from kvkeep_lab.tasks.base import Metric
 
 ROTATED = ("neither", "keys", "values", "both")
 """What is rotated."""
@@ -78,13 +77,6 @@ class RotationStudy(TextStudy):
         "outputs, back), or both, by a Hadamard matrix as wide as a head. Means over layers."
     )
     found = RotationErrors
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "keys", "error of outputs with keys rotated by that without, 'quantize', fewest bits", "lower", "number"
-        ),
-        Metric("values", "the same with values rotated", "lower", "number"),
-        Metric("tiers", "the same with values rotated, 'tiers'", "lower", "number"),
-    )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
         1024, ge=GROUP, description="number of tokens to read from the text"
@@ -113,17 +105,6 @@ class RotationStudy(TextStudy):
             parts = [coding_errors(layer, at.to(layer.key.device), form, bits, what) for layer in seen]
             rows.append(RotationRow(form, bits, what, CodingErrors(*map(fmean, zip(*parts, strict=True)))))
         return RotationErrors(tokens, len(at), rows)
-
-    def scores(self, found: RotationErrors) -> dict[str, float]:
-        def ratio(form: str, rotated: str) -> float:
-            errors = {row.rotated: row.errors.output for row in where(found.rows, form=form, bits=min(self.bits))}
-            return errors[rotated] / errors["neither"]
-
-        return {
-            "keys": ratio("quantize", "keys"),
-            "values": ratio("quantize", "values"),
-            "tiers": ratio("tiers", "values"),
-        }
 
     def tables(self, found: RotationErrors) -> list[Table]:
         table = Table(
