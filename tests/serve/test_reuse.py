@@ -98,6 +98,12 @@ def test_another_owner_has_other_answers(address: str) -> None:
     assert first[1] > 100 and alone[1] < 10  # it began as the first one did
 
 
+def test_a_prompt_that_is_answered_once_more_differs_nowhere(address: str) -> None:
+    answer, _, _ = chat(address, kvkeep={"session": "again"})
+    found = [chat(address, answer, kvkeep={"session": "again"})[2] for _ in range(2)]
+    assert all(one.startswith("reused ") and "differs" not in one for one in found), found
+
+
 def test_a_message_that_differs_is_named(address: str) -> None:
     answer, _, _ = chat(address)
     chat(address, answer)

@@ -221,7 +221,7 @@ class Admission:
             self.sessions.park(one)
         known = session.past.ids if prefix is None else prefix.session.past.ids
         shared = common_prefix(known, job.ask.prompt)
-        job.diverged = shared if 0 < shared < len(known) else None
+        job.diverged = shared if 0 < shared < min(len(known), len(job.ask.prompt)) else None
         if giver is not None and prefix is not None:
             session.worth = prefix.worth
             try:
