@@ -189,6 +189,28 @@ def test_a_tab_that_has_not_seen_a_message_does_not_remove_it(tab: Browser) -> N
         assert texts(tab, "user") == ["the river", "and the stone"] and not tab.errors
 
 
+def test_a_conversation_without_space_stays_in_its_tab(tab: Browser) -> None:
+    more = "for (;;) localStorage.x = (localStorage.x ?? '') + 'x'.repeat(size);"
+    fill = f"for (const size of [1e6, 1e4, 100, 1]) try {{ {more} }} catch {{}}"
+    with serving(keys=[]) as (address, engine):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        tab.run("document.querySelector('#max_tokens').value = 20")
+        tab.run(f"(() => {{ {fill} }})()")
+        with held(engine):
+            send(tab, "the river")
+            tab.until("document.querySelector('.message.user')")
+            tab.run("(() => { const now = Date.now; Date.now = () => now() + 60000; })()")
+        tab.until(f"{IDLE} && document.querySelector('#notice').textContent.includes('no space left')")
+        written = texts(tab, "assistant")
+        assert written[0] and texts(tab, "user") == ["the river"]
+        tab.run("localStorage.removeItem('x')")
+        send(tab, "and the stone")
+        tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant .after').length === 2")
+        assert texts(tab, "assistant")[0] == written[0]
+        assert tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0].messages.length") == 4 and not tab.errors
+
+
 def test_what_a_server_has_lost_can_be_continued(tab: Browser) -> None:
     with serving(keys=[]) as (address, engine):
         tab.open(address)

@@ -11,6 +11,8 @@ export const received = new Set();
 /** When this tab added messages, by their ids. A tab that has not seen them yet may store a conversation without them. */
 const added = new Map();
 const UNSEEN_MS = 3000;
+/** Ids of conversations for whose present state the browser had no space: this tab alone knows it. */
+let unstored = new Set();
 
 function stored() {
   try {
@@ -36,11 +38,12 @@ function taken(mine, other) {
 function reread() {
   const known = new Map(talks.map((talk) => [talk.id, talk])), found = stored(), there = new Set(found.map(({ id }) => id));
   const isNew = ({ id }) => Date.now() - (added.get(id) ?? 0) < UNSEEN_MS;
-  const begun = talks.filter((talk) => !there.has(talk.id) && talk.messages.some(isNew));
+  const begun = talks.filter((talk) => !there.has(talk.id) && (unstored.has(talk.id) || talk.messages.some(isNew)));
   let unseen = begun.length > 0;
   talks.splice(0, talks.length, ...begun, ...found.map((other) => {
     const mine = known.get(other.id);
     if (!mine) return other;
+    if (unstored.has(mine.id)) return mine;
     const messages = new Map(mine.messages.map((message) => [message.id, message]));
     const ids = new Set(other.messages.map((message) => message.id));
     const kept = mine.messages.filter((message) => !ids.has(message.id) && isNew(message));
@@ -52,8 +55,15 @@ function reread() {
   return unseen;
 }
 
+/** Store all conversations; returns whether there was space. */
 function store() {
-  try { localStorage.setItem(STORE, JSON.stringify(talks)); return true; } catch { return false; }
+  try { localStorage.setItem(STORE, JSON.stringify(talks)); } catch {
+    const there = new Map(stored().map((talk) => [talk.id, JSON.stringify(talk)]));
+    unstored = new Set(talks.filter((talk) => there.get(talk.id) !== JSON.stringify(talk)).map(({ id }) => id));
+    return false;
+  }
+  unstored.clear();
+  return true;
 }
 
 /** Take over what another tab has stored, and store what it had not seen. */
