@@ -142,8 +142,8 @@ class PromptTooLong(UsageError):
         """Return the error for a prompt of ``tokens`` in a context of ``positions``."""
         return cls(  # agents shorten their conversations when they read the first half
             f"The prompt is too long: {tokens} tokens > {positions - 1} maximum, as the model's context has "
-            f"{positions}; shorten the prompt, or, with an exact method, send kvkeep.at_end 'endless' with every "
-            "request of its session."
+            f"{positions}; shorten the prompt, or, with an exact method, start kvkeep serve --at-end endless, or send "
+            "kvkeep.at_end 'endless' with every request of the session."
         )
 
 
