@@ -425,6 +425,31 @@ def _copies_edits_and_regenerates(tab: Browser, asked: list[ChatRequest]) -> Non
     assert tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0].messages.length") == 2
 
 
+def test_an_edit_in_the_middle_begins_another_conversation(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _recorded(monkeypatch)
+    with serving(keys=[]) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        tab.run("document.querySelector('#max_tokens').value = 20")
+        for count, text in enumerate(("the river", "and the stone"), 1):
+            send(tab, text)
+            tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant .holds').length === {count}")
+        first = texts(tab, "assistant")
+        tab.run("[...document.querySelectorAll('.act')].find((e) => e.textContent === 'Edit').click()")
+        tab.type(" or the sea")
+        tab.press("Enter", 13)
+        tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant .holds').length === 1")
+        assert texts(tab, "user") == ["the river or the sea"]
+        titles = (
+            "[...JSON.parse(localStorage.getItem('kvkeep.talks'))].map((talk) => [talk.title, talk.messages.length])"
+        )
+        assert tab.run(titles) == [["the river or the sea", 2], ["the river", 4]]
+        assert asked[-1].kvkeep.session != asked[0].kvkeep.session
+        tab.run("document.querySelectorAll('#talks .open')[1].click()")
+        tab.until("document.querySelectorAll('.message').length === 4")
+        assert texts(tab, "assistant") == first and not tab.errors
+
+
 def _exports(tab: Browser, folder: Path) -> None:
     tab.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder / "saved"))
     tab.click("#export")

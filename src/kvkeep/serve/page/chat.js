@@ -6,7 +6,7 @@ import { by, download, make } from "./dom.js";
 import { after, BROKEN, content, CUT, editor, element, exported, STOPPED, written } from "./messages.js";
 import { bytes, number, show } from "./memory.js";
 import { fill, LABELS, onSampling, sampling, settings, showSettings } from "./settings.js";
-import { begin, change, random, received, remove, takeOver, talks, title } from "./talks.js";
+import { begin, branch, change, random, received, remove, takeOver, talks, title } from "./talks.js";
 
 const HERE = "kvkeep.here", DRAFT = "kvkeep.draft";  // of this tab: the open conversation, and the text that is not sent
 const FIRST_LOOK_MS = 400, LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
@@ -135,13 +135,15 @@ const actions = {
   edit: (message, talk, box) => {
     if (running.has(talk.id)) return;
     editor(box, message, (text) => {
+      const count = talk.messages.indexOf(message) + 1, branches = talk.messages.length > count + 1;
+      const changed = branches ? branch(talk, count) : talk;
       change(() => {
-        message.content = text;
-        talk.messages.splice(talk.messages.indexOf(message) + 1);
-        if (talk.messages.length === 1) talk.title = title(text);
+        changed.messages[count - 1].content = text;
+        changed.messages.splice(count);
+        if (branches || count === 1) changed.title = title(text);
       });
-      open(talk);
-      answer(talk);
+      open(changed);
+      answer(changed);
     });
   },
 };

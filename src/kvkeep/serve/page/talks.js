@@ -88,6 +88,14 @@ export function begin(settings, first) {
   return talk;
 }
 
+/** Begin another conversation with the first ``count`` messages of ``talk``, which stays as it is. */
+export function branch(talk, count) {
+  const copy = { ...structuredClone(talk), id: `page-${random()}` };
+  copy.messages = copy.messages.slice(0, count).map((message) => ({ ...message, id: random() }));
+  change(() => talks.unshift(copy));
+  return copy;
+}
+
 export const remove = (talk) => change(() => { if (talks.includes(talk)) talks.splice(talks.indexOf(talk), 1); });
 
 export const title = (text) => {
