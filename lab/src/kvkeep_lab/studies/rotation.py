@@ -114,8 +114,8 @@ class RotationStudy(TextStudy):
         )
         for form in each(found.rows, "form"):
             for bits in each(where(found.rows, form=form), "bits"):
-                plain, *_ = own = where(found.rows, form=form, bits=bits)
-                for row in own:
+                plain, *_ = rows = where(found.rows, form=form, bits=bits)
+                for row in rows:
                     ratio = row.errors.output / plain.errors.output
                     errors = (number(error, 3) for error in row.errors)
                     table.rows.append([f"{form}:{bits}", row.rotated, *errors, f"{ratio:.3f}"])
