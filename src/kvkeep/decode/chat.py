@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -88,7 +89,7 @@ class Conversation:
             session = stored.load(model, fingerprint_of_tokenizer(tokenizer))
             assert stored.about is not None
             path, saved = stored.path, stored.about["ids"]
-        messages, last = session.notes.get("messages"), session.notes.get("last")
+        messages = session.notes.get("messages")
         if len(saved) > 1:
             raise SessionError(
                 f"The session '{path}' holds {len(saved)} texts instead of a conversation; name another."
@@ -101,8 +102,7 @@ class Conversation:
         talk = cls(model, tokenizer, session.cache)
         talk.messages = messages
         talk.past.ids = session.ids[0] if session.ids else []
-        if last is not None:
-            talk.last = Last([*(saved[0] if saved else ()), *last["ahead"]], last["written"], last["stopped"])
+        talk.last = _last(session.notes.get("last"), saved[0] if saved else [])
         return talk
 
     def save(self, where: Where) -> None:
@@ -256,3 +256,16 @@ class Conversation:
         texts = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
         texts += [] if self.last is None else [self.last.sequence]
         self.past.cut(max((common_prefix(self.ids, ids) for ids in texts), default=0))
+
+
+def _last(notes: Any, ids: Sequence[int]) -> Last | None:
+    """Return the last answer from a session's notes, or None."""
+    if not isinstance(notes, dict):
+        return None
+    ahead, written, stopped = (notes.get(name) for name in ("ahead", "written", "stopped"))
+    if not isinstance(ahead, list) or not all(type(one) is int and one >= 0 for one in ahead):
+        return None
+    sequence = [*ids, *ahead]
+    if type(written) is not int or not 0 <= written <= len(sequence) or not isinstance(stopped, str):
+        return None
+    return Last(sequence, written, stopped)
