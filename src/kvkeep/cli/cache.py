@@ -60,7 +60,10 @@ class StorePlace:
 
 @app.callback(invoke_without_command=True)
 def cache(context: typer.Context) -> None:
-    """List the saved sessions and their blocks; delete, check, export and import them."""
+    """List the saved sessions and their blocks; delete, check, export and import them.
+
+    Without a command, it only lists them.
+    """
     if context.invoked_subcommand is None:
         _list(StorePlace().store())
 

@@ -91,10 +91,8 @@ class Service:
         elif "capacity" in given and not request.method.recall.endless:
             raise UsageError(f"A capacity limits sessions of '{ENDLESS}'; give --at-end endless, or --method endless.")
         _check_origins(given.get("cors", ()), bool(keys))
-        limits, names = (
-            Limits(given.get("answers") if keys else None, given.get("time")),
-            {one.name for one in fields(cls)},
-        )
+        limits = Limits(given.get("answers") if keys else None, given.get("time"))
+        names = {one.name for one in fields(cls)}
         found = {name: PARSERS[name](one) if name in PARSERS else one for name, one in given.items() if name in names}
         return cls(**found | {"cache": cache, "keys": (*keys,), "limits": limits})
 
