@@ -29,6 +29,8 @@ from kvkeep.serve.http.protocol import server_sent
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
 IDLE = "!document.querySelector('#send').hidden"
+ENDED = f"{IDLE} && [...document.querySelectorAll('.after')].at(-1)?.textContent.includes('tokens')"
+"""The last answer is drawn to its end. The buttons change a frame earlier."""
 
 
 def test_it_loads_nothing_from_elsewhere_and_says_so() -> None:
@@ -144,14 +146,13 @@ def test_two_tabs_share_a_conversation(tab: Browser) -> None:
             tab.until("document.querySelector('#talks .busy')")
             tab.click("#talks .open")
             tab.until("document.querySelector('#send').hidden && !document.querySelector('#stop').hidden")
-        ended = f"{IDLE} && [...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')"
-        tab.until(ended)
+        tab.until(ENDED)
         there = texts(tab, "assistant")
         send(tab, "and the stone")
-        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ended}")
+        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ENDED}")
         both = texts(tab, "assistant")
         tab.switch(first)
-        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ended}")
+        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ENDED}")
         assert texts(tab, "assistant") == both and both[:1] == there and all(both)
         assert texts(tab, "user") == ["the river", "and the stone"]
         with held(engine):
@@ -184,7 +185,7 @@ def test_a_tab_that_has_not_seen_a_message_does_not_remove_it(tab: Browser) -> N
                 tab.until(f"localStorage.getItem('kvkeep.talks').includes({json.dumps(text)})")
                 tab.switch(second)
                 assert texts(tab, "user")[-1] == text
-            tab.until(f"{IDLE} && [...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')")
+            tab.until(ENDED)
             before = tab.run("localStorage.getItem('kvkeep.talks')")
         assert texts(tab, "user") == ["the river", "and the stone"] and not tab.errors
 
@@ -201,12 +202,12 @@ def test_a_conversation_without_space_stays_in_its_tab(tab: Browser) -> None:
             send(tab, "the river")
             tab.until("document.querySelector('.message.user')")
             tab.run("(() => { const now = Date.now; Date.now = () => now() + 60000; })()")
-        tab.until(f"{IDLE} && document.querySelector('#notice').textContent.includes('no space left')")
+        tab.until(f"{ENDED} && document.querySelector('#notice').textContent.includes('no space left')")
         written = texts(tab, "assistant")
         assert written[0] and texts(tab, "user") == ["the river"]
         tab.run("localStorage.removeItem('x')")
         send(tab, "and the stone")
-        tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant .after').length === 2")
+        tab.until(f"document.querySelectorAll('.message.assistant').length === 2 && {ENDED}")
         assert texts(tab, "assistant")[0] == written[0]
         assert tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0].messages.length") == 4 and not tab.errors
 
