@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from conftest import tokenizer
 from environments import interpreter, with_packages
 from families import tiny
 from kvkeep_lab.peers import engines
-from kvkeep_lab.peers.engines import ENGINES, LlamaCpp, Vllm, opened
+from kvkeep_lab.peers.engines import ENGINES, IkLlamaCpp, LlamaCpp, Vllm, opened
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench
 from kvkeep_lab.studies.throughput import Throughput
@@ -102,6 +104,37 @@ class LLM:
         return bool(self.running)
 '''
 
+IK_LLAMA = """
+import http.server, json, pathlib, sys, time
+
+
+class Made(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with (pathlib.Path(__file__).parent / "asked").open("a") as file:
+            file.write(json.dumps([sys.argv[1:], asked]) + "\\n")
+        read, written = len(asked["prompt"]), asked["n_predict"]
+        times = {"prompt_n": min(read, 30), "prompt_ms": 10.0 * read, "predicted_n": written}
+        self.answer({"timings": times | {"predicted_ms": 7.0 * (written - 1)}})
+
+    def answer(self, body):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *said):
+        pass
+
+
+if "--version" in sys.argv:
+    print("version: 17 (made up)")
+else:
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Made).serve_forever()
+"""
+
 Notes = Callable[[], list[dict[str, Any]]]
 
 
@@ -155,6 +188,27 @@ def test_other_engines_are_timed_on_the_same_ids(trial: Trial, notes: Notes) -> 
     data = json.loads(json.dumps(study.as_json(found)))
     assert [row["llama_ratio"] for row in data["rows"]] == [found.llama_ratio(row) for row in found.rows]
     assert study.plain(study.restored(study.plain(found))) == study.plain(found)
+
+
+def test_ik_llama_is_timed_by_its_server(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!{sys.executable}\n{IK_LLAMA}")
+    program.chmod(0o755)
+    monkeypatch.setenv(IkLlamaCpp.python, f"{program}")
+    found = bench(peers=["ik_llama.cpp"]).measure(trial)
+    rows = {(row.label, row.context): row for row in found.rows}
+    for label in IkLlamaCpp.variants:
+        assert (rows[label, 20].prefill_s, rows[label, 20].step_ms) == (0.2, pytest.approx(7.0))
+        assert rows[label, 40].error == "ik_llama.cpp failed: it read 30 tokens and generated 4."  # of 40
+    assert found.notes == ["ik_llama.cpp 17 (made up)."]
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    assert asked[0][1]["prompt"] == random_ids(trial.model, 24)[0, :20].tolist()
+    assert {"-rtr" in command for command, _ in asked} == {False, True}
+    ports = {command[command.index("--port") + 1] for command, _ in asked}
+    assert len(ports) == 2  # a server for each, and both have ended
+    for port in ports:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", int(port)), timeout=5)
 
 
 def test_a_batch_is_timed_once_all_its_rows_decode(trial: Trial, notes: Notes) -> None:

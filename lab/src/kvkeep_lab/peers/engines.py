@@ -1,5 +1,5 @@
 """Engines by others, timed in comparison with kvkeep: llama.cpp and vLLM, each in a process with a separate
-environment.
+environment, and ik_llama.cpp by its server.
 
 Unlike a :class:`~kvkeep_lab.peers.base.Peer`, an engine runs the model itself and returns only the seconds of prompts
 and steps, without logits.
@@ -8,6 +8,7 @@ and steps, without logits.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,6 +117,26 @@ class LlamaCpp(PeerEngine):
         return {"source": file_of(loaded), "rows": rows}
 
 
+class IkLlamaCpp(PeerEngine):
+    """The server of ik_llama.cpp with the GGUF file of the model, with flash attention."""
+
+    name = "ik_llama.cpp"
+    python = "KVKEEP_IK_LLAMA_SERVER"
+    """Environment variable with the path of the server."""
+    worker = "ik_llama_worker.py"
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "ik_llama.cpp": {"options": []},
+        "ik_llama.cpp repacked": {"options": ["-rtr"]},
+    }
+
+    @classmethod
+    def interpreter(cls, given: str | None) -> str:
+        return sys.executable
+
+    def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
+        return {"program": program_of(self.python, self.name), "source": file_of(loaded)}
+
+
 class Vllm(PeerEngine):
     """vLLM with the model's folder, as bfloat16, without compilation."""
 
@@ -142,8 +163,15 @@ class CompiledVllm(Vllm):
     compiled = True
 
 
-ENGINES: dict[str, type[PeerEngine]] = {engine.name: engine for engine in (LlamaCpp, Vllm, CompiledVllm)}
+ENGINES: dict[str, type[PeerEngine]] = {engine.name: engine for engine in (LlamaCpp, IkLlamaCpp, Vllm, CompiledVllm)}
 """The engines by name."""
+
+
+def program_of(variable: str, name: str) -> str:
+    """Return the path of a program from an environment variable. Raises UsageError if it is not set."""
+    if not (program := os.environ.get(variable)):
+        raise UsageError(f"{name} is a program to build; set {variable} to its path.")
+    return program
 
 
 def file_of(loaded: Loaded) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,8 @@ class PeerProcess:
     def close(self) -> None:
         """End the process, if this process started it."""
         if not self.closed and self._owner == os.getpid():
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # and the processes that it has started
             self._process.communicate()
             self._stderr.close()
         self.closed = True

@@ -24,7 +24,7 @@ from kvkeep.cli.agent import CONVERSATIONS, MEMORY
 from kvkeep.errors import KvkeepError, UsageError, reason_of, unknown
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
-from kvkeep_lab.peers.engines import LlamaCpp, PeerEngine, Vllm, file_of, written
+from kvkeep_lab.peers.engines import IkLlamaCpp, LlamaCpp, PeerEngine, Vllm, file_of, program_of, written
 from kvkeep_lab.process_rollup import process_memory_of
 
 START_S = 300.0
@@ -178,19 +178,17 @@ class LlamaServer(Server):
 
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
-        if not (program := os.environ.get(self.program)):
-            raise UsageError(f"{self.name} is a program to build; set {self.program} to its path.")
         sizes = ["-np", f"{self.sessions}", "-c", f"{self.sessions * self.tokens}"]
         threads = ["-t", f"{self.threads}", "-tb", f"{self.threads}"]
         where = ["-m", file_of(self.loaded), "--alias", self.model, "--port", f"{port}"]
-        yield [program, *where, *threads, *sizes, *self.options], {}
+        yield [program_of(self.program, self.name), *where, *threads, *sizes, *self.options], {}
 
 
 class IkLlamaServer(LlamaServer):
     """The server of ik_llama.cpp."""
 
-    name = "ik_llama.cpp"
-    program = "KVKEEP_IK_LLAMA_SERVER"
+    name = IkLlamaCpp.name
+    program = IkLlamaCpp.python
     options: ClassVar[Sequence[str]] = ("-fa", "on", "--jinja")
 
 
@@ -266,7 +264,14 @@ class BatchingTransformersServer(TransformersServer):
 
 SERVERS: dict[str, type[Server]] = {
     kind.name: kind
-    for kind in (LlamaCppServer, VllmServer, CompiledVllmServer, TransformersServer, BatchingTransformersServer)
+    for kind in (
+        LlamaCppServer,
+        IkLlamaServer,
+        VllmServer,
+        CompiledVllmServer,
+        TransformersServer,
+        BatchingTransformersServer,
+    )
 }
 """Servers by others, by name."""
 

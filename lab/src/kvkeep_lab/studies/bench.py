@@ -90,7 +90,8 @@ class Bench(EngineStudy):
 
     peers: list[ServerName] | None = Field(
         None,
-        description="other engines to time in the same rounds: llama.cpp, vllm, vllm:compiled. With --serve: their "
+        description="other engines to time in the same rounds: llama.cpp, ik_llama.cpp, vllm, "
+        "vllm:compiled. With --serve: their "
         "servers, transformers, transformers:batching",
     )
     contexts: list[Count] = Field([512, 2048, 4096], min_length=1, description="prompt lengths in tokens")

@@ -15,7 +15,7 @@ class EngineStudy(Study):
     """A study with options for engines by others and their interpreters."""
 
     peers: list[EngineName] | None = Field(
-        None, description="other engines to time in the same rounds: llama.cpp, vllm, vllm:compiled"
+        None, description="other engines to time in the same rounds: llama.cpp, ik_llama.cpp, vllm, vllm:compiled"
     )
     llama_cpp: str | None = Field(
         None, description=f"Python interpreter of an environment with llama.cpp; by default ${LlamaCpp.python}"
