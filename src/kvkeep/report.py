@@ -112,8 +112,6 @@ def _notes(request: Request, geometry: ModelGeometry) -> list[str]:
 
 def _in_order(request: Request, made: Assembly, model: Any) -> bool:
     """Return whether attention goes through entries in the order of the text, all of them by one kernel."""
-    if made.has_sinks:  # torch adds them
-        return False
     if not made.streams:
         return True
     latent = any(hasattr(module, "expand_kv") for module in model.modules())

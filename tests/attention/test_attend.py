@@ -157,7 +157,7 @@ def test_received_is_a_sum_over_the_weights(
     for reduce, shares in (("sum", asked.sum(2).mean(1)), ("max", asked.amax((1, 2)))):
         for segment, share in zip(segments, shares.split([past, queries], 1), strict=True):
             near(received(query, segment, lse, SCALING, last, reduce=reduce), share)
-    in_turn = attend(query, segments[1:], SCALING, attend(query, segments[:1], SCALING))
+    in_turn = attend(query, segments[1:], SCALING, before=attend(query, segments[:1], SCALING))
     torch.testing.assert_close(in_turn, (output, lse), atol=1e-5, rtol=1e-4)
 
 

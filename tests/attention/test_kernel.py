@@ -34,11 +34,17 @@ def cut(parts: tuple[Tensor, Tensor], at: list[int]) -> list[tuple[Tensor, Tenso
     ]
 
 
-def reference(query: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and weights in float64; ``seen``: (lanes, queries, entries) bool."""
+def reference(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and weights in float64; ``seen``: (lanes, queries, entries) bool; ``sinks``: of each head of a
+    row."""
     keys, values = (part.double().repeat(len(query) // len(part), 1, 1)[:, None] for part in (keys, values))
     scores = (query.double() @ keys.transpose(-1, -2) * scaling).masked_fill(~seen[:, None], float("-inf"))
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        rows = len(query) * query.shape[1] // len(sinks)
+        lse = torch.logaddexp(lse, sinks.double().repeat(rows).view(len(query), -1, 1))
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
     return weights @ values, lse, weights
 
@@ -80,12 +86,14 @@ def test_attention_is_the_reference_however_entries_lie(data: Any, seed: int) ->
     if draw(st.booleans()):
         mask = torch.rand(draw(st.sampled_from([1, lanes])), draw(st.sampled_from([1, queries])), count) < 0.5
         given["mask"], seen = mask, seen & mask
+    if draw(st.booleans()):
+        given["sinks"] = 3 * torch.randn(groups * draw(st.sampled_from([own, lanes])))
     found = Call(query, spans_of(*held), 0.3, **given).attend()
     pieces = [span for part in cut(held, draw(st.lists(st.integers(0, count), max_size=4))) for span in spans_of(*part)]
     again = Call(query, pieces, 0.3, **given).attend()
     assert found is not None and again is not None
     assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
-    wanted = reference(query, *held, 0.3, seen)
+    wanted = reference(query, *held, 0.3, seen, given.get("sinks"))
     assert_right(found, wanted, held[1])
     call, last = Call(query, pieces, 0.3, **given), draw(st.integers(1, queries))
     if "shift" not in given:
@@ -100,35 +108,36 @@ def test_attention_is_the_reference_however_entries_lie(data: Any, seed: int) ->
 @settings(max_examples=30, deadline=None)
 @given(
     seed=seeds, count=st.integers(40, 1300), queries=st.integers(1, 40), padding=st.integers(0, 700),
-    dim=st.sampled_from([24, 64, 80]), groups=st.integers(1, 4),
+    dim=st.sampled_from([24, 64, 80]), groups=st.integers(1, 4), has_sinks=st.booleans(),
 )  # fmt: skip
 def test_a_query_has_the_same_bits_alone_and_behind_padding(
-    seed: int, count: int, queries: int, padding: int, dim: int, groups: int
+    seed: int, count: int, queries: int, padding: int, dim: int, groups: int, has_sinks: bool
 ) -> None:
     """As the last of a causal text, as one of many, without the entries behind it, and in a padded row."""
     torch.manual_seed(seed)
     query = torch.randn(1, 2 * groups, queries, dim).bfloat16()
     key, value = (part[None] for part in entries(2, count, dim, dim))
-    together = attend_all(query, [(key, value)], None, 0.3, 0, None)
+    sinks = torch.randn(2 * groups) if has_sinks else None
+    together = attend_all(query, [(key, value)], None, 0.3, 0, None, sinks)
     assert together is not None
     for index in {0, queries // 2, queries - 1}:
         stop = count - queries + index + 1
-        alone = attend_all(query[:, :, index : index + 1], [(key[:, :, :stop], value[:, :, :stop])], None, 0.3, 0, None)
+        alone = attend_all(query[:, :, index : index + 1], [(key[:, :, :stop], value[:, :, :stop])], None, 0.3, 0, None, sinks)
         assert alone is not None and torch.equal(alone, together[:, :, index : index + 1])
     first = torch.tensor([padding, 0])
     longer = [torch.nn.functional.pad(part, (0, 0, padding, 0)) for part in (key, value)]
     rows = [torch.cat([part, torch.randn_like(part)]) for part in longer]
     rows[0][0, :, :padding], rows[1][0, :, :padding] = 3.0, 5.0  # whatever padding has
-    beside = attend_all(torch.cat([query, torch.randn_like(query)]), [rows], None, 0.3, 0, first)
+    beside = attend_all(torch.cat([query, torch.randn_like(query)]), [rows], None, 0.3, 0, first, sinks)
     assert beside is not None and torch.equal(beside[:1], together)
     mask = torch.ones(queries, count + padding, dtype=torch.bool).tril(count + padding - queries).repeat(2, 1, 1)
     mask[0, :, :padding] = False
-    masked = attend_all(torch.cat([query, query]), [rows], mask[:, None], 0.3, 0, first)
+    masked = attend_all(torch.cat([query, query]), [rows], mask[:, None], 0.3, 0, first, sinks)
     assert masked is not None and torch.equal(masked[:1], together)
     gone = min(count - queries, 300)  # a window that has left the first ones behind
     window = torch.ones(queries, count, dtype=torch.bool).tril(count - queries).triu(gone)[None, None]
-    near = attend_all(query, [(key[:, :, gone:], value[:, :, gone:])], window[..., gone:], 0.3, gone, None)
-    far = attend_all(query, [(key, value)], window, 0.3, 0, None)
+    near = attend_all(query, [(key[:, :, gone:], value[:, :, gone:])], window[..., gone:], 0.3, gone, None, sinks)
+    far = attend_all(query, [(key, value)], window, 0.3, 0, None, sinks)
     assert near is not None and far is not None and torch.equal(near, far)
 
 
@@ -136,9 +145,10 @@ def test_a_query_has_the_same_bits_alone_and_behind_padding(
 @given(
     seed=seeds, sizes=st.lists(st.sampled_from([1, 7, 100, 300, 412, 512, 513, 1024]), min_size=1, max_size=5),
     formed=st.integers(0, 31), new=st.integers(0, 20), origins=st.sampled_from([None, [0, 0], [5, 600], [512, 0]]),
+    sinks=st.sampled_from([None, torch.tensor([-2.0, 0, 4])]),
 )  # fmt: skip
 def test_pieces_formed_one_by_one_have_the_same_bits(
-    seed: int, sizes: list[int], formed: int, new: int, origins: list[int] | None
+    seed: int, sizes: list[int], formed: int, new: int, origins: list[int] | None, sinks: Tensor | None
 ) -> None:
     """However large they are and wherever blocks end: attended in several calls, the last of which may have none."""
     torch.manual_seed(seed)
@@ -157,26 +167,27 @@ def test_pieces_formed_one_by_one_have_the_same_bits(
         segment(low, high, bool(formed >> index & 1)) for index, (low, high) in enumerate(itertools.pairwise(edges))
     ]
     last = [segment(count, count + new, causal=True)] if new else []
-    found = attend(query, [*parts, *last], 0.3, origin=origin)
-    once = attend(query, [segment(0, count), *last], 0.3, origin=origin)
+    found = attend(query, [*parts, *last], 0.3, sinks, origin)
+    once = attend(query, [segment(0, count), *last], 0.3, sinks, origin)
     assert torch.equal(found[0], once[0]) and torch.equal(found[1], once[1])
     seen = torch.ones(2, queries, count + new, dtype=torch.bool)
     seen[..., count:] = torch.ones(queries, new, dtype=torch.bool).tril()
     if mask is not None:
         seen[..., :count] &= mask[:, 0, :, :count]
-    assert_right(found, reference(query, *held, 0.3, seen), held[1])
+    assert_right(found, reference(query, *held, 0.3, seen, sinks), held[1])
 
 
 def test_whole_blocks_that_were_formed_are_all_there_is() -> None:
     """Nothing is left then for the last call, which returns what there is."""
     torch.manual_seed(0)
     query, held = torch.randn(3, 2, 1, 64).bfloat16(), entries(3, 2 * BLOCK, 64, 24)
-    run = CollectedAttention(query, 0.2)
+    sinks = torch.randn(6)
+    run = CollectedAttention(query, 0.2, sinks=sinks)
     for low in (0, BLOCK):
         run.add(held[0][:, low : low + BLOCK], held[1][:, low : low + BLOCK], None, False, True)
     assert run
     output, lse = run.output()
-    once = Call(query, spans_of(*held), 0.2).attend(torch.float32)
+    once = Call(query, spans_of(*held), 0.2, sinks=sinks).attend(torch.float32)
     assert once is not None and torch.equal(output, once[0]) and torch.equal(lse, once[1])
 
 

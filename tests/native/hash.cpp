@@ -516,6 +516,29 @@ void hash_attention() {
     hash.add(out);
     hash.add(lse);
   });
+  print("attention with sinks", [&](Hash& hash) {  // of two rows of a batch; of heads of one; in two calls
+    Array<float> sinks(LANES * GROUPS);
+    fill(sinks, 11, 20);
+    std::vector<KvPiece> all{entries.piece(0, 1324)}, first{entries.piece(0, 1024)}, second{entries.piece(1024, 300)};
+    for (int64_t queries : {1, 7, 40}) {
+      Array<bf16> query(LANES * GROUPS * queries * DIM), out(query.size);
+      Array<float> lse(LANES * GROUPS * queries), state(LANES * GROUPS * queries * (2 + DIM));
+      fill(query, queries, 45);
+      for (int64_t heads : {GROUPS, LANES * GROUPS}) {
+        KvAttention a = attention_of(query, queries, all, -1);
+        a.sinks = numbers(sinks.data, heads);
+        done(kvkeep_attend(&a, numbers(out), numbers(lse), NOTHING, 0));
+        hash.add(out);
+        hash.add(lse);
+      }
+      KvAttention a = attention_of(query, queries, first, -1), b = attention_of(query, queries, second, -1);
+      a.sinks = b.sinks = numbers(sinks);
+      Array<bf16> again(out.size);
+      done(kvkeep_attend(&a, NOTHING, NOTHING, numbers(state), 0));
+      done(kvkeep_attend(&b, numbers(again), numbers(lse), numbers(state), 1));
+      if (memcmp(again, out, out.bytes())) printf("attention with sinks: TWO CALLS DIFFER\n");
+    }
+  });
   print("attention to no number", [&](Hash& hash) {  // a query of NaN; keys of NaN and of infinity
     const int64_t count = 600;
     for (int64_t queries : {1, 3}) {
@@ -616,24 +639,27 @@ void hash_sessions() {
     done(kvkeep_insert(&session.step.insert, numbers(key), numbers(value)));
     session.add(hash);
   });
-  print("sessions", [](Hash& hash) {
-    const int64_t tokens = 4, heads = LANES * GROUPS;
-    Session first(80, 2), second(81, 0);
-    KvStep* steps[] = {&first.step, &second.step};
-    Array<bf16> query(tokens * heads * DIM), key(LANES * tokens * DIM), value(key.size), out(query.size);
-    Array<float> lse(tokens * heads);
-    fill(query, 82, 45);
-    fill(key, 83, 45);
-    fill(value, 84, 45);
-    for (int by_token = 0; by_token < 2; by_token++) {
-      done(kvkeep_attend_sessions(steps, 2, numbers(query), numbers(key), numbers(value), tokens, heads, by_token,
-                                  0.125f, numbers(out), numbers(lse)));
-      hash.add(out);
-      hash.add(lse);
-    }
-    first.add(hash);
-    second.add(hash);
-  });
+  const int64_t tokens = 4, heads = LANES * GROUPS;
+  Array<float> scores(heads);
+  fill(scores, 85, 20);
+  for (const KvArray& sinks : {NOTHING, numbers(scores)})
+    print(sinks.data ? "sessions with sinks" : "sessions", [&](Hash& hash) {
+      Session first(80, 2), second(81, 0);
+      KvStep* steps[] = {&first.step, &second.step};
+      Array<bf16> query(tokens * heads * DIM), key(LANES * tokens * DIM), value(key.size), out(query.size);
+      Array<float> lse(tokens * heads);
+      fill(query, 82, 45);
+      fill(key, 83, 45);
+      fill(value, 84, 45);
+      for (int by_token = 0; by_token < 2; by_token++) {
+        done(kvkeep_attend_sessions(steps, 2, numbers(query), numbers(key), numbers(value), tokens, heads, by_token,
+                                    0.125f, sinks, numbers(out), numbers(lse)));
+        hash.add(out);
+        hash.add(lse);
+      }
+      first.add(hash);
+      second.add(hash);
+    });
   print("layers", [](Hash& hash) {
     Layer one(KV_Q4_0, 700, false), two(KV_Q4_0, 800, false);
     const KvLayer* layers[] = {&one.layer, &two.layer};

@@ -206,6 +206,9 @@ ATTENTIONS = [
     wrong(put("struct.first", torch.zeros(LANES).long()), "must be int32", id="a first of int64"),
     wrong(put("struct.mask", torch.ones(LANES, QUERIES, HALF).bool()), "a mask", id="a short mask"),
     wrong(put("struct.mask", torch.ones(LANES, QUERIES, ENTRIES)), "a mask must be bool", id="a float mask"),
+    wrong(put("struct.sinks", torch.zeros(HEADS - 1)), "sinks must be", id="sinks of no whole number of sequences"),
+    wrong(put("struct.sinks", torch.zeros(0)), "sinks must be", id="no sink: a remainder by 0"),
+    wrong(put("struct.sinks", bfloat16(HEADS)), "sinks must be", id="sinks of bfloat16"),
     wrong(put("out", torch.zeros(HALF)), "an output", id="a short output"),
     wrong(put("out", torch.zeros(LANES, GROUPS, QUERIES, DIM).long()), "an output", id="an output of int64"),
     wrong(put("out", None), "an output, or a state", id="neither output nor state"),
@@ -306,6 +309,7 @@ class Step:
         )  # fmt: skip
         self.step = KvStep(attention, self.insert, array(self.numbers("received", torch.zeros(LANES, COLUMNS))))
         self.query, self.heads, self.tokens = bfloat16(1, HEADS, DIM), HEADS, 1
+        self.sinks = torch.zeros(HEADS)
         self.out, self.lse = self.numbers("out", bfloat16(1, HEADS, DIM)), self.numbers("lse", torch.zeros(1, HEADS))
 
     def write(self) -> None:
@@ -315,7 +319,7 @@ class Step:
         table = address_table([address_of(self.step)])
         kernels().kvkeep_attend_sessions(
             address_of(table), 1, self.query, self.new_keys, self.new_values, self.tokens, self.heads, 0, 0.2,
-            self.out, self.lse,
+            self.sinks, self.out, self.lse,
         )  # type: ignore[attr-defined]  # fmt: skip
 
 
@@ -365,7 +369,8 @@ STEPS = [
     (put("new_keys", bfloat16(1, DIM)), "new entries"),
     (put("query", bfloat16(1, 1, DIM)), "queries must be"),
     (put("out", bfloat16(1, 1, DIM)), "outputs must have"),
-    (put("heads", HEADS + 1), "a multiple of the lanes"),
+    (put("heads", HEADS + 1), "sinks must be"),
+    (put("sinks", bfloat16(HEADS)), "sinks must be"),
     (put("tokens", 0), "one of the call"),
     (put("step.token", 1), "one of the call"),
     (put("step.first_lane", 1), "lanes of its token"),

@@ -119,8 +119,8 @@ def assert_near(ours: Tensor, theirs: Tensor, values: Sequence[Tensor]) -> None:
 class WatchedRun(native.CollectedAttention):
     """Attention over segments, repeated by plain operations."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.given: list[Segment] = []
 
     def add(self, key: Any, value: Any, mask: Tensor | None, causal: bool, formed: bool) -> None:
@@ -134,7 +134,7 @@ class WatchedRun(native.CollectedAttention):
 
     def output(self) -> tuple[Tensor, Tensor]:
         output, lse = super().output()
-        wanted, wanted_lse = plain.combined(self.query, self.given, self.scaling)
+        wanted, wanted_lse = plain.combined(self.query, self.given, self.scaling, self.sinks)
         assert_near(output, wanted, [segment.value for segment in self.given])
         seen = ~wanted_lse.isinf()
         assert torch.equal(lse.isinf(), ~seen) and ((lse - wanted_lse)[seen].abs() < 0.02).all()
@@ -185,7 +185,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield counts
 
 
-FAMILIES_HERE = ("llama", "mistral", "qwen2", "gpt2", "gemma3")
+FAMILIES_HERE = ("llama", "mistral", "qwen2", "gpt2", "gemma3", "gpt_oss")
 
 
 def family_of(name: str) -> str:
@@ -256,7 +256,8 @@ def test_an_entry_is_written_alike(ranks: torch.dtype | None, oldest: bool) -> N
         assert_same_writes(one, other)
 
 
-def test_lanes_of_a_token_may_have_different_entries() -> None:
+@pytest.mark.parametrize("sinks", [None, torch.arange(6.0) - 3])
+def test_lanes_of_a_token_may_have_different_entries(sinks: Tensor | None) -> None:
     """Lanes 0 and 2 have 5 entries, lane 1 has 3; the other session has one step for all its lanes."""
     generator = torch.Generator().manual_seed(3)
 
@@ -271,14 +272,14 @@ def test_lanes_of_a_token_may_have_different_entries() -> None:
     others = [Copies().step(step) for step in (one, whole)]
     query = torch.randn(1, 6, 2, 8, generator=generator).bfloat16()
     key, value = torch.randn(2, 1, 3, 2, 8, generator=generator).bfloat16()
-    found = native.run([one, whole], [0, 1], query, key, value, 0.3)
-    assert_near(found, plain.run(others, [0, 1], query, key, value, 0.3), [value])
+    found = native.run([one, whole], [0, 1], query, key, value, 0.3, sinks)
+    assert_near(found, plain.run(others, [0, 1], query, key, value, 0.3, sinks), [value])
     for mine, theirs in zip((one, whole), others, strict=True):
         for ours, copied in zip(mine.parts, theirs.parts, strict=True):
             assert_same_writes(ours, copied)
     assert others[1].received is not None
     torch.testing.assert_close(whole.received, others[1].received, atol=2e-2, rtol=2e-2)
-    alone = native.run([others[1]], [1], query, key, value, 0.3)  # writes the same entries again
+    alone = native.run([others[1]], [1], query, key, value, 0.3, sinks)  # writes the same entries again
     assert torch.equal(alone[:, 1], found[:, 1])
 
 

@@ -19,7 +19,6 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
 from kvkeep.step import native
-from kvkeep.step.sinks import sinks_of
 from kvkeep.stores.layer import Layer, ReadEvicted
 from kvkeep.stores.readers.backed import attended_exactly
 
@@ -155,8 +154,7 @@ def _attended(step: AttentionInputs, before: LayerPass | None) -> tuple[Tensor, 
     for start in range(0, step.new, _QUERIES):
         query, key, value = (part[:, :, start : start + _QUERIES] for part in (step.query, step.key, step.value))
         earlier = Segment(step.key[:, :, :start], step.value[:, :, :start])
-        sinks = sinks_of(step.module, query, value.shape[-1])
-        found.append(attend(query, [*past, earlier, Segment(key, value, causal=True)], step.scaling, sinks))
+        found.append(attend(query, [*past, earlier, Segment(key, value, causal=True)], step.scaling, step.sinks))
     outputs, sums = zip(*found, strict=True)
     return torch.cat(outputs, 2), torch.cat(sums, 2)
 

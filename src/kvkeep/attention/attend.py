@@ -25,8 +25,9 @@ def attend(
     query: Tensor,
     segments: Iterable[Segment],
     scaling: float,
-    before: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
     origin: Tensor | None = None,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention of ``query`` over the union of ``segments``, and the log-sum-exp of its scores.
 
@@ -35,13 +36,13 @@ def attend(
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
     no entry gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
 
-    before: output and log-sum-exp of entries already attended, or of the model's sinks
-    (:func:`~kvkeep.step.sinks.sinks_of`); neither is written. origin: (batch,) ints, the first entry of each row
-    that is not padding. It is given where the segments are all entries in the order of the text. The native library
-    (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and segments.
+    sinks: the model's, of each head of a row, (heads,) float32 (:func:`~kvkeep.step.sinks.sinks_of`). origin: (batch,)
+    ints, the first entry of each row that is not padding. It is given where the segments are all entries in the order of
+    the text. The native library (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and
+    segments. before: output and log-sum-exp of entries already attended; neither is written.
     """
     output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1].clone())
-    run = native.CollectedAttention(query, scaling, origin)
+    run = native.CollectedAttention(query, scaling, origin, sinks)
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue
@@ -62,22 +63,24 @@ def attend(
     if run:
         part, part_lse = run.output()
         output, lse = (part, part_lse) if output is None or lse is None else plain.merge(output, lse, part, part_lse)
+    elif output is not None and lse is not None and sinks is not None:
+        output, lse = plain.add_sinks(output, lse, sinks)
     if output is None or lse is None:
         raise ValueError("attend() needs at least one segment with an entry in it")
     return output.to(query.dtype), lse
 
 
 def attend_scored(
-    query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str = "sum"
+    query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str = "sum", sinks: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and the weights of each segment's entries: the mean over heads,
     or with ``reduce`` "max" the maximum.
 
-    query: (batch, heads, 1, key_dim). segments: tensors or codes, each for all rows. Returns (batch, heads, 1,
-    value_dim), and for each segment (batch, entries) float32.
+    query: (batch, heads, 1, key_dim). segments: tensors or codes, each for all rows. sinks: as in :func:`attend`. Returns
+    (batch, heads, 1, value_dim), and for each segment (batch, entries) float32.
     """
     executor = native if all(native.can_join(query, segment) for segment in segments) else plain
-    return executor.scored(query, segments, scaling, reduce)
+    return executor.scored(query, segments, scaling, reduce, sinks)
 
 
 def received(

@@ -104,9 +104,9 @@ class AttentionInputs:
         return expand(keys, values)
 
     @cached_property
-    def sinks(self) -> tuple[Tensor, Tensor] | None:
-        """The module's sinks as a first partial result (:func:`sinks_of`)."""
-        return sinks_of(self.module, self.query, self.value.shape[-1])
+    def sinks(self) -> Tensor | None:
+        """The sinks of each head of a row (:func:`sinks_of`)."""
+        return sinks_of(self.module)
 
     @property
     def latent(self) -> bool:

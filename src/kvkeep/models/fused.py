@@ -33,6 +33,7 @@ from kvkeep.native.library import kernels, library, trim_memory
 from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address_of, array
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep, Writes
+from kvkeep.step.sinks import sinks_of
 
 _GATES: dict[int, Callable[[Tensor], Tensor]] = {
     SILU: functional.silu, GELU_TANH: lambda x: functional.gelu(x, approximate="tanh")
@@ -257,10 +258,12 @@ class FusedLayers(WithPointers):
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> FusedLayers | None:
-        """Return an object that runs ``layers``, those of ``modules``; None if their layouts differ."""
+        """Return an object that runs ``layers``, those of ``modules``; None if their layouts differ, or attention has
+        sinks."""
         shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
-        return cls(layers, modules) if len(shapes) == 1 and ordered else None
+        plain = all(sinks_of(one.attention) is None for one in layers)
+        return cls(layers, modules) if len(shapes) == 1 and ordered and plain else None
 
     def can_run(self, steps: Sequence[Any]) -> bool:
         """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or changed. A cache's

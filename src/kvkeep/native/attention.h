@@ -20,6 +20,8 @@ template <class F> INLINE void run_tasks(int64_t count, int64_t products, const 
   parallel_for(count, body);
 }
 
+static const float NO_VALUES[KV_MAX_DIM] = {};
+
 // Combines the softmax and the mix of further blocks, `more` and `mix`, into those so far.
 static void combine(Softmax& into, float* out, const Softmax& more, const float* mix, int64_t dim) {
   if (more.maximum == MINUS_INFINITY) return;
@@ -64,9 +66,12 @@ struct AttentionJob {  // the arguments of kvkeep_attend
     return longest;
   }
 
-  // Writes the result of row number `row` of all lanes.
-  void finish(const Softmax& softmax, const float* mix, int64_t row) const {
+  // Writes the result of row number `row` of all lanes, once its sink is combined with all blocks.
+  void finish(Softmax softmax, float* mix, int64_t row) const {
     const int64_t dim = attention->value_dim;
+    const KvArray& sinks = attention->sinks;
+    if (sinks.data)
+      combine(softmax, mix, {numbers<float>(sinks)[row / attention->queries % sinks.length], 1.0f}, NO_VALUES, dim);
     const bool empty = softmax.maximum == MINUS_INFINITY;
     lse[row] = empty ? MINUS_INFINITY : softmax.maximum + log1(softmax.sum);
     const float factor = empty ? 0.0f : 1.0f / softmax.sum;
@@ -255,7 +260,8 @@ static void add_needs(KvStep* const* steps, int64_t count, int64_t heads, Needs&
 
 // Runs the steps of a layer, whose needs are reserved.
 static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
-                      int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
+                      int64_t tokens, int64_t heads, int by_token, float scaling, const float* sinks, bf16* out,
+                      float* lse) {
   AttentionJob* jobs = (AttentionJob*)kv_scratch(KV_SCRATCH_JOBS, size_t(count) * sizeof(AttentionJob));
   if (!jobs) return;
   int64_t wanted = 0;  // the largest number of lanes of a step whose received attention is wanted
@@ -265,6 +271,7 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
     const int64_t row = token * heads + first * a.groups;
     a.query.data = (void*)(query + row * a.dim);
     a.scaling = scaling;
+    a.sinks = sinks ? KvArray{(void*)(sinks + first * a.groups), a.lanes * a.groups, KV_FLOAT32} : KvArray{};
     jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0};
     if (steps[i]->received.data) wanted = max64(wanted, a.lanes);
     for (int64_t lane = 0; lane < a.lanes; lane++) {
@@ -288,12 +295,13 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
 }
 
 static KvStatus attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
-                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray out, KvArray lse) {
+                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
+                                KvArray lse) {
   Needs needs;
   add_needs(steps, count, heads, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
   run_steps(steps, count, numbers<bf16>(query), numbers<bf16>(key), numbers<bf16>(value), tokens, heads, by_token,
-            scaling, numbers<bf16>(out), numbers<float>(lse));
+            scaling, numbers<float>(sinks), numbers<bf16>(out), numbers<float>(lse));
   return KV_DONE;
 }
 

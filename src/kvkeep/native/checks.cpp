@@ -178,6 +178,8 @@ bool attention_fits(const KvAttention& a) {
   RULE(a.groups > 0 && is_size(a.groups), "an attention must have query heads");
   const Wide rows = Wide(a.lanes) * a.groups * a.queries;
   RULE(rows <= MAX_SIZE && holds(a.query, KV_BFLOAT16, rows * a.dim), "queries must be bfloat16 of each lane and head");
+  RULE(holds_or_nothing(a.sinks, KV_FLOAT32, 1) && (!has(a.sinks) || a.lanes * a.groups % a.sinks.length == 0),
+       "sinks must be float32 of each head of a sequence");
   return true;
 }
 
@@ -456,8 +458,9 @@ bool insert_fits(const KvInsert& e, const KvArray& new_keys, const KvArray& new_
 }
 
 bool sessions_fit(KvStep* const* steps, int64_t count, const KvArray& query, const KvArray& key, const KvArray& value,
-                  int64_t tokens, int64_t heads, const KvArray& out, const KvArray& lse) {
+                  int64_t tokens, int64_t heads, const KvArray& sinks, const KvArray& out, const KvArray& lse) {
   RULE(is_size(count) && is_size(tokens) && is_size(heads), "a call must have steps, tokens and heads");
+  RULE(holds_or_nothing(sinks, KV_FLOAT32, heads), "sinks must be float32 of each head");
   const Tokens shared{tokens, heads, query, key, value, out, lse};
   for (int64_t i = 0; i < count; i++)
     if (!step_fits(*steps[i], shared)) return false;

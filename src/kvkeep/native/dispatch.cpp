@@ -185,9 +185,10 @@ KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_val
 }
 
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
-                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray out, KvArray lse) {
-  return run(sessions_fit(steps, count, query, key, value, tokens, heads, out, lse), [&](auto& kernels) {
-    return kernels.attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, out, lse);
+                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
+                                KvArray lse) {
+  return run(sessions_fit(steps, count, query, key, value, tokens, heads, sinks, out, lse), [&](auto& kernels) {
+    return kernels.attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, sinks, out, lse);
   });
 }
 

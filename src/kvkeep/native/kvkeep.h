@@ -173,6 +173,8 @@ typedef struct KvAttention { /* queries, and what they attend to */
   KvArray shift;             /* (lanes) int32: added to an entry's number to give its place in the blocks; nothing: 0;
                                 a multiple of KV_TILE_ENTRIES if pieces are grouped */
   KvRows mask;               /* (lanes or 1, queries or 1, entries or more) uint8: 1 is seen; or nothing */
+  KvArray sinks;             /* (heads) float32: a score of each head that takes a share of the softmax and brings no
+                                value. Head h of all lanes has number h % heads; nothing: there are none */
   int64_t lanes;             /* of the query */
   int64_t groups;            /* query heads of a lane */
   int64_t queries;           /* of each head */
@@ -207,7 +209,7 @@ typedef struct KvInsert {  /* a new entry of each lane, and the column of a bank
 } KvInsert;
 
 typedef struct KvStep {  /* one token of a session in one layer */
-  KvAttention attention; /* of one query, after the insert; the call writes its query, groups and scaling */
+  KvAttention attention; /* of one query, after the insert; the call writes its query, groups, scaling and sinks */
   KvInsert insert;       /* of the token's entry */
   KvArray received;      /* (lanes, entries) float32, written: the attention that each entry received; or nothing */
   int64_t reduce_max;    /* of the heads of a lane, 1: `received` is the maximum, 0: the mean */
@@ -280,10 +282,11 @@ KvStatus kvkeep_mamba2(const KvMamba2* space, KvArray inputs, KvArray gate, KvAr
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* Attends. out: (lanes, groups, queries, value_dim), float32 or bfloat16. lse: the log-sum-exp of the scores, (lanes,
- * groups, queries) float32; -inf, and zeros in out, for a query that sees nothing. An attention may take several calls,
- * each of the next whole blocks: `state` is then (lanes * groups * queries * (2 + value_dim)) float32, which every call
- * but the first resumes with `resume`; out and lse are nothing in every call but the last. */
+/* Attends. out: (lanes, groups, queries, value_dim), float32 or bfloat16. lse: the log-sum-exp of the scores, sinks
+ * among them, (lanes, groups, queries) float32; without sinks -inf, and zeros in out, for a query that sees nothing. An
+ * attention may take several calls, each of the next whole blocks: `state` is then (lanes * groups * queries * (2 +
+ * value_dim)) float32, which every call but the first resumes with `resume`; out and lse are nothing in every call but
+ * the last. */
 KvStatus kvkeep_attend(const KvAttention* attention, KvArray out, KvArray lse, KvArray state, int resume);
 /* Writes the attention that entries received from the last `last` queries: exp(score - lse), summed over the queries
  * and averaged over the groups; with `reduce_max` the maximum over both. lse: as kvkeep_attend wrote it, perhaps over
@@ -294,12 +297,14 @@ KvStatus kvkeep_received(const KvAttention* attention, KvArray lse, int64_t last
 KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_values);
 /* Runs the attention of one layer for one token of each of some sessions: inserts its entry, then attends. A token's
  * lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
- * tokens, dim), or (tokens, kv heads, dim) with `by_token`. out: (tokens, heads, value_dim). All are bfloat16. lse:
- * (tokens, heads) float32. The rows of these sessions' tokens are written to out and lse, and no others. */
+ * tokens, dim), or (tokens, kv heads, dim) with `by_token`. sinks: of each head, (heads) float32; or nothing. out:
+ * (tokens, heads, value_dim). All others are bfloat16. lse: (tokens, heads) float32. The rows of these sessions' tokens
+ * are written to out and lse, and no others. */
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
-                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray out, KvArray lse);
-/* Runs `count` layers of the same shapes, one after the other, for the tokens of some sessions. layers: (count). steps:
- * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim) bfloat16. x:
+                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
+                                KvArray lse);
+/* Runs `count` layers of the same shapes, whose attention has no sinks, one after the other, for the tokens of some
+ * sessions. layers: (count). steps: (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim) bfloat16. x:
  * (tokens, hidden) bfloat16, read and written. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
                            int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x);

@@ -134,7 +134,8 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
     for (int64_t i = 0; i < count; i++) {
       run_before_attention(*layers[i], x, tokens, 1, numbers<bf16>(cos), numbers<bf16>(sin), false, query, key, value,
                            scratch);
-      run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], attended, lse);
+      run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], nullptr, attended,
+                lse);
       run_after_attention(*layers[i], attended, x, tokens, x, scratch);
     }
   });

@@ -24,7 +24,7 @@ from kvkeep.passes.stream import MAX_PLANNED, CacheStream
 from kvkeep.step import native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep, Writes
-from kvkeep.step.sinks import attend_with_sinks
+from kvkeep.step.sinks import attend_with_sinks, sinks_of
 
 T = TypeVar("T")
 
@@ -185,7 +185,7 @@ class ForwardHooks:
         layer, row = self.geometry.layers[int(module.layer_idx)], None  # type: ignore[arg-type]
         if layer.index in self._planned:
             run: Callable[..., Tensor] = native.run if self._executor is native else outside_inference_mode(plain.run)
-            row = run(*self._planned[layer.index], query, key, value, scaling, self.writes)
+            row = run(*self._planned[layer.index], query, key, value, scaling, sinks_of(module), self.writes)
             if self.plans(layer.index):
                 return row.transpose(1, 2)
         if not self.packed:

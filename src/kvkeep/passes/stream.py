@@ -79,7 +79,7 @@ class CacheStream:
         sources = [layer.source for layer in geometry.layers]
         self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
-        self._latent, self._has_sinks = made.latent, made.has_sinks
+        self._latent = made.latent
         self.disk = DiskChecks(partial(_rows_on_disk, made))
         self._groups: list[LayerGroup] = []  # layers that are ranked together
         self._known = self._pending_bytes = self._read = 0
@@ -239,7 +239,7 @@ class CacheStream:
         take the next rows, and if so many queries do not read the entries of a long text again and again. wrote: says
         whether a step has written its entry, if the pass is not completed."""
         before, self._groups, self._steps, self._wrote = self._groups, [], {}, wrote
-        if not self._plannable or self._latent or self._has_sinks:
+        if not self._plannable or self._latent:
             return {}
         if count > 1:
             if self.streams or not self.exact or count > MAX_PLANNED or count * self.length > MAX_READS:
@@ -349,9 +349,9 @@ class CacheStream:
         layer = self.layers[source]
         pieces = layer.pieces() if self.attends_to_pieces(source) else [(key, value)]
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
-        output = None if self._has_sinks else native.attend_all(query, pieces, mask, scaling, start, self.first)
-        square = self._has_sinks and self.first is None and key.shape[2] == query.shape[2]
-        if output is not None or mask is not None or square or not self.masks_itself:
+        sinks = sinks_of(module)
+        output = native.attend_all(query, pieces, mask, scaling, start, self.first, sinks)
+        if output is not None or mask is not None or not self.masks_itself:
             return output
         if self.attends_to_pieces(source):  # queries of another type
             key, value = layer.keys, layer.values
@@ -360,7 +360,7 @@ class CacheStream:
         seen = (slots <= slots[-query.shape[2] :, None])[None, None]
         if self.first is not None:
             seen = seen & (slots + start >= self.first[:, None])[:, None, None]
-        return attend(query, [Segment(key, value, seen)], scaling, sinks_of(module, query, value.shape[-1]))[0]
+        return attend(query, [Segment(key, value, seen)], scaling, sinks)[0]
 
     def _attend_streamed(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float

@@ -17,7 +17,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
-from kvkeep.models.adapter import decoder_of, devices, has_sinks, processes
+from kvkeep.models.adapter import devices, processes
 from kvkeep.models.binding import bind, watch
 from kvkeep.models.recurrences import layers_in_order
 from kvkeep.native.library import library
@@ -64,8 +64,6 @@ class Assembly:
     """The decoder whose forward passes the cache streams."""
     latent: bool = False
     """The cache holds latents, which attention expands."""
-    has_sinks: bool = False
-    """Attention has sinks, which the kernels do not know."""
     states: dict[int, RecurrentState] = field(default_factory=dict)
     """The recurrent states, by layer. A layer without keys and values is its state; a hybrid layer has one besides."""
 
@@ -98,7 +96,7 @@ def assemble(
     exact, entries = _exact(model, geometry), None
     if request.budget is not None:
         entries = request.budget.entries(geometry, context=request.context, batch=request.batch)
-    pieces = exact and not (bind(model).latent or build.has_sinks)  # the kernel attends to pieces
+    pieces = exact and not bind(model).latent  # the kernel attends to pieces
     made = build.assembly(build.layers(lambda layer: method.selector.layer(entries, pieces)), exact)
     return replace(made, entries=entries)
 
@@ -201,7 +199,6 @@ class _Builder:
     ) -> None:
         self.request, self.model, self.geometry, self.meter = request, model, geometry, meter
         self.method, self.device = request.method, next(model.parameters()).device
-        self.has_sinks = has_sinks(decoder_of(model))
         fate = self.method.store_fate
         self.spec = request.spec(geometry, self.device.type) if self.method.checkpoints else None
         # The ledger records ids and positions if entries are rebuilt from them.
@@ -224,7 +221,7 @@ class _Builder:
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
         """Return an assembly of ``layers``, with the objects that they share."""
         made = Assembly(layers, self.ledger, self.meter, self.device, exact, spec=self.spec, checkpoint=self.checkpoint)
-        made = replace(made, states=self.states, has_sinks=self.has_sinks)
+        made = replace(made, states=self.states)
         return replace(made, latent=True) if exact and bind(self.model).latent else made
 
     def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:

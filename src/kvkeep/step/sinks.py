@@ -7,22 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.step.native import attend_all
 from kvkeep.step.plan import Segment
-from kvkeep.step.torch import merge, partial
+from kvkeep.step.torch import combined
 
 
-def sinks_of(module: Any, query: Tensor, value_dim: int) -> tuple[Tensor, Tensor] | None:
-    """Return the sinks of a module as a first partial result for ``attend(before=...)``: an output of zeros, (...,
-    queries, value_dim), and the sinks as its log-sum-exp, (..., queries), both float32. None: it has no sinks.
-
-    query: (lanes, heads of the group, queries, key_dim), or (batch, heads, queries, key_dim)."""
+def sinks_of(module: Any) -> Tensor | None:
+    """Return the sinks of an attention module, (heads,) float32; None: it has none."""
     scores: Tensor | None = getattr(module, "sinks", None)
-    if scores is None:
-        return None
-    lanes, heads, queries, _ = query.shape
-    scores = scores.detach().float().view(-1, heads)
-    scores = scores.repeat(lanes // len(scores), 1)[..., None].expand(lanes, heads, queries)
-    return query.new_zeros(lanes, heads, queries, value_dim, dtype=torch.float32), scores
+    return None if scores is None else scores.detach().float()
 
 
 def attend_with_sinks(
@@ -31,15 +24,16 @@ def attend_with_sinks(
     """Return attention over all entries, (batch, heads, queries, value_dim), where SDPA, which has no sinks, would be
     wrong; None for a module without sinks. query: (batch, heads, queries, dim); key, value: (batch, kv_heads, entries,
     dim), whose last ones are the queries'. mask: (batch or 1, 1, queries, entries), bool or additive; None: causal."""
-    before = sinks_of(module, query, value.shape[-1])
-    if before is None:
+    if (sinks := sinks_of(module)) is None:
         return None
-    square = mask is None and query.shape[2] == key.shape[2]
     if torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value, module.sinks)):
         return _differentiable(module.sinks, query, key, value, _causal(query, key) if mask is None else mask, scaling)
+    if (output := attend_all(query, [(key, value)], mask, scaling, 0, None, sinks)) is not None:
+        return output
+    square = mask is None and query.shape[2] == key.shape[2]
     if mask is None and not square:
         mask = _causal(query, key)
-    return merge(*before, *partial(query, Segment(key, value, mask, causal=square), scaling))[0].to(query.dtype)
+    return combined(query, [Segment(key, value, mask, causal=square)], scaling, sinks)[0].to(query.dtype)
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor:

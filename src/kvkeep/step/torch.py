@@ -71,14 +71,15 @@ def run(
     key: Tensor,
     value: Tensor,
     scaling: float,
+    sinks: Tensor | None = None,
     writes: Writes | None = None,
 ) -> Tensor:
     """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
     heads, value_dim). Places of the row without such a token get 0.
 
     steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim). writes: notes which steps have written. Raises BadCall where a step does not fit its
-    tensors.
+    (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written. Raises
+    BadCall where a step does not fit its tensors.
     """
     writes = writes or Writes()
     for one, token in zip(steps, tokens, strict=True):
@@ -91,12 +92,13 @@ def run(
         _write(step, key[0, lanes_here, token], value[0, lanes_here, token], writes)
         grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes_here, :, None]
         segments = step.segments()
+        own_sinks = None if sinks is None else sinks.unflatten(0, (key.shape[1], -1))[lanes_here].flatten()
         if step.reduce:
             assert step.received is not None
-            found, received = scored(grouped, segments, scaling, step.reduce)
+            found, received = scored(grouped, segments, scaling, step.reduce, own_sinks)
             torch.cat(received, 1, out=step.received)
         else:
-            found = combined(grouped, segments, scaling)[0].to(query.dtype)
+            found = combined(grouped, segments, scaling, own_sinks)[0].to(query.dtype)
         output[0, token].unflatten(0, (key.shape[1], -1))[lanes_here] = found.flatten(1, 2)
     return output
 
@@ -104,12 +106,28 @@ def run(
 # -- attention over segments ----------------------------------------------------------------------------
 
 
-def combined(query: Tensor, segments: Sequence[Segment], scaling: float) -> tuple[Tensor, Tensor]:
-    """Return attention over the union of segments of all lanes, float32, and its log-sum-exp."""
+def combined(
+    query: Tensor, segments: Sequence[Segment], scaling: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return attention over the union of segments of all lanes, float32, and its log-sum-exp. sinks: of each head of a
+    row, (heads,) float32."""
     output, lse = partial(query, segments[0], scaling)
     for segment in segments[1:]:
         output, lse = merge(output, lse, *partial(query, segment, scaling))
-    return output, lse
+    return (output, lse) if sinks is None else add_sinks(output, lse, sinks)
+
+
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine a partial result, (lanes, heads, queries, dim) float32, with sinks, in its memory."""
+    return merge(output, lse, output.new_zeros(1), sink_scores(sinks, output).squeeze(-1))
+
+
+def sink_scores(sinks: Tensor, query: Tensor) -> Tensor:
+    """Return the sinks of each head of a row, (heads of a row,), as a column of scores, (lanes, heads, queries, 1). query:
+    (lanes, heads, queries, dim)."""
+    lanes, heads, queries, _ = query.shape
+    by_lane = sinks.view(-1, heads)
+    return by_lane.repeat(lanes // len(by_lane), 1)[..., None, None].expand(-1, -1, queries, -1)
 
 
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,14 +205,17 @@ def _plain(
 # -- the attention that entries receive ----------------------------------------------------------------
 
 
-def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str) -> tuple[Tensor, list[Tensor]]:
+def scored(
+    query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str, sinks: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and the weights of each segment's entries, as
     :func:`kvkeep.attention.attend_scored`."""
     scores = [_scores(query, segment, scaling) for segment in segments]
-    weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, -1), -1)
+    parts = scores if sinks is None else [*scores, sink_scores(sinks, query)]
+    weights = torch.softmax(parts[0] if len(parts) == 1 else torch.cat(parts, -1), -1)
     if any(segment.mask is not None for segment in segments):
         weights.nan_to_num_(0.0)  # a query may see no entry
-    shares = weights.split([part.shape[-1] for part in scores], -1)
+    shares = weights.split([part.shape[-1] for part in parts], -1)[: len(scores)]
     output = _mixed(shares[0], segments[0])
     for share, segment in zip(shares[1:], segments[1:], strict=True):
         output = output + _mixed(share, segment)

@@ -286,7 +286,7 @@ class ReadEvicted(Reader):
         """Attend to the settled entries in one call of the library, and let the selector and the store learn. None
         where some of them are masked or temporary, or where the library cannot read them."""
         store, resident = layer.evicted, layer.resident
-        if step.mask is not None or step.latent or step.sinks is not None or layer.ledger.visible is not None:
+        if step.mask is not None or step.latent or layer.ledger.visible is not None:
             return None
         resident_spans, evicted = resident.spans(), store.spans()
         if not resident_spans or evicted is None:
@@ -294,7 +294,7 @@ class ReadEvicted(Reader):
         if not all(native.can_attend(step.query, span.keys, span.values) for span in (*evicted, *resident_spans)):
             return None
         spans = [*evicted, *resident_spans]
-        done = native.Call(step.query, spans, step.scaling).attend()
+        done = native.Call(step.query, spans, step.scaling, sinks=step.sinks).attend()
         assert done is not None
         if resident.observes or store.listens:
             scored = spans if store.listens else resident_spans
@@ -319,8 +319,10 @@ class ReadEvicted(Reader):
             evicted = list(evicted)  # the store uses the pieces again after the attention
         complete = store.listens or store.merges or not store.keeps
         one_bank = len(resident_segments) == 1 and resident_segments[0].lanes is None
-        if settled and step.queries == 1 and complete and one_bank and resident.observes and step.sinks is None:
-            found = attend_scored(step.query, [*evicted, *resident_segments], step.scaling, resident.selector.reduce)
+        if settled and step.queries == 1 and complete and one_bank and resident.observes:
+            found = attend_scored(
+                step.query, [*evicted, *resident_segments], step.scaling, resident.selector.reduce, step.sinks
+            )
             output, (*others, weights) = found
             resident.learn(weights)
             if store.listens:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvkeep import EntryState, KeepCache, UsageError
 from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
 
 BUDGET = 16
@@ -67,7 +68,7 @@ def watched() -> Iterator[list[Call]]:
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             seen, real = seen & visible, visible[..., -queries:].squeeze(1)
         scores = torch.einsum("lhqd,lsd->lhqs", asked.query.double(), keys) * asked.scaling
-        sinks = [] if asked.sinks is None else [asked.sinks[1][..., None].double()]
+        sinks = [] if asked.sinks is None else [sink_scores(asked.sinks, asked.query).double()]
 
         def weights(seen: Tensor) -> Tensor:
             return torch.cat([scores.masked_fill(~seen, float("-inf")), *sinks], -1).softmax(-1)[..., :total]

@@ -23,6 +23,7 @@ from kvkeep.errors import UsageError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
+from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
 
@@ -86,7 +87,7 @@ class LookaheadPass(Rehearsal):
             query, key, value = bank.of(step.query), bank.of(new.key), bank.of(new.value)
             mask = new.mask if new.mask is None or len(new.mask) == 1 else bank.of(new.mask)
             new_scores = _scores(query, key, mask, new.causal, step.scaling)
-            sinks = () if step.sinks is None else (bank.of(step.sinks[1])[..., None],)
+            sinks = () if step.sinks is None else (bank.of(sink_scores(step.sinks, step.query)),)
             if not bank.used:
                 weights = torch.cat([new_scores, *sinks], -1).softmax(-1)[..., : step.new]
                 parts.append(weights.to(value.dtype) @ value)

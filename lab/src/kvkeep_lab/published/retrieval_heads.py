@@ -76,7 +76,7 @@ class _Recorder:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
         segment = Segment(key, value, mask) if mask is not None else Segment(key, value, causal=True)
-        output, lse = attend(query, [segment], scaling, sinks_of(module, query, value.shape[-1]))
+        output, lse = attend(query, [segment], scaling, sinks_of(module))
         # The query of passkey token i attends to token i + 1 of the first occurrence.
         rows = torch.arange(len(self.places))[:, None]
         targets = key[rows, :, self.places[:, None] + 1 + torch.arange(self.passkey - 1)].transpose(1, 2)

@@ -101,7 +101,7 @@ class Selective(Backed):
             pieces = store.pieces(step.query, resident, layer.length)
             evicted = [layer.segment(piece, step, wide, keep) for piece in pieces]
             if evicted:
-                output, lse = attend(step.query, evicted, step.scaling, (output, lse))
+                output, lse = attend(step.query, evicted, step.scaling, before=(output, lse))
         resident.observe(step, lse, resident_segments, None if settled else layer.pending, layer.length)
         if store.listens:
             observe_evicted(layer, step, lse, evicted)
@@ -127,7 +127,8 @@ class Selective(Backed):
         if (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None])) is not None:
             wanted = (there & taken.repeat_interleave(PAGE, 1))[:, : layer.length]
             if wanted.any():
-                output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
+                chosen = self._recall(layer, step, wanted)
+                output, lse = attend(step.query, chosen, step.scaling, before=(output, lse))
             bounds.masked_fill_(taken[:, None, None], float("-inf"))
         left = (bounds - self._counted(layer, lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S

@@ -24,7 +24,7 @@ class Call:
     query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. first, stop: the
     range of entries that each lane sees, (lanes,) ints. shift: (lanes,) ints that are added to the number of an entry
     to find its place in blocks: the entries before the first given one, minus the padding before the row. mask: (lanes
-    or 1, queries or 1, entries) bool, True is seen.
+    or 1, queries or 1, entries) bool, True is seen. sinks: of each head of a row, (heads,) float32.
     """
 
     def __init__(
@@ -37,19 +37,21 @@ class Call:
         stop: Tensor | None = None,
         shift: Tensor | None = None,
         mask: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         lanes, groups, queries, dim = query.shape
         self.query = query.contiguous()
         self.value_dim: int = spans[0].values.shape[-1]
         self.bounds = [None if part is None else part.int().contiguous() for part in (first, stop, shift)]
         self.mask = None if mask is None else mask.contiguous()
-        self._spans, self._table = spans, table_of(spans)  # the library reads both
+        self._spans, self._table, self._sinks = spans, table_of(spans), sinks  # the library reads them
         self.entries = sum(span.entries for span in spans)
         self.struct = KvAttention(
             array(self.query),
             address_of(self._table),
             *map(array, self.bounds),
             rows(self.mask),
+            array(sinks),
             lanes,
             groups,
             queries,
@@ -95,11 +97,14 @@ class CollectedAttention:
 
     Stored entries are collected for one call. Entries that were formed for this attention are attended at once, in
     whole blocks; the entries of an incomplete block are copied until the block is complete. origin: the first entry
-    that each lane sees, (lanes,) ints, counted from the first piece; blocks are counted from it.
+    that each lane sees, (lanes,) ints, counted from the first piece; blocks are counted from it. sinks: of each head of
+    a row, (heads,) float32.
     """
 
-    def __init__(self, query: Tensor, scaling: float, origin: Tensor | None = None) -> None:
-        self.query, self.scaling = query, scaling
+    def __init__(
+        self, query: Tensor, scaling: float, origin: Tensor | None = None, sinks: Tensor | None = None
+    ) -> None:
+        self.query, self.scaling, self.sinks = query, scaling, sinks
         self._origin = origin
         self._spans: list[Span] = []
         self._masks: list[tuple[int, Tensor | None]] = []
@@ -160,7 +165,7 @@ class CollectedAttention:
         if self._start or self._origin is not None:
             shift = self._start - (self._origin if self._origin is not None else torch.zeros(1, dtype=torch.int64))
             shift = shift.expand(len(self.query))
-        return Call(self.query, spans, self.scaling, past, self._skipped, stop, shift, mask)
+        return Call(self.query, spans, self.scaling, past, self._skipped, stop, shift, mask, self.sinks)
 
     def _nothing(self) -> Span:
         assert self._state is not None
@@ -226,10 +231,12 @@ def in_order(segment: Segment) -> tuple[Any, Any, Tensor | None]:
     return key[order], value[order], mask if mask is None or len(mask) == 1 else mask[order]
 
 
-def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str) -> tuple[Tensor, list[Tensor]]:
+def scored(
+    query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str, sinks: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and the weights of each segment's entries, as
     :func:`kvkeep.attention.attend_scored`; only where every segment :func:`can_join`."""
-    run = CollectedAttention(query, scaling)
+    run = CollectedAttention(query, scaling, sinks=sinks)
     order = sorted(range(len(segments)), key=lambda at: _ORDER[_layout(segments[at].key)])
     for at in order:
         run.add(*in_order(segments[at]), False, False)
@@ -256,13 +263,15 @@ def attend_all(
     scaling: float,
     start: int,
     first: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor | None:
     """Return attention over all entries of a layer at once, (batch, heads, queries, value_dim); None where the kernel
     does not run.
 
     query: (batch, heads, queries, dim). pieces: keys and values in order, (batch, kv_heads, n, dim) each, of the slots
     of the text from ``start`` on; the last ones are the queries' slots. mask: bool, (batch or 1, 1, queries, entries);
-    None: causal. first: the first slot of each row that is not padding, (batch,); None without padding.
+    None: causal. first: the first slot of each row that is not padding, (batch,); None without padding. sinks: of each
+    head, (heads,) float32.
     """
     if not all(can_attend(query, *piece) for piece in pieces) or (
         mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)
@@ -281,7 +290,7 @@ def attend_all(
         shift = (start - origin).repeat_interleave(kv_heads)
         seen = (-shift).clamp(min=0) if mask is None else None
     past = entries - queries if mask is None else None
-    done = Call(grouped, spans, scaling, past, seen, None, shift, mask).attend()
+    done = Call(grouped, spans, scaling, past, seen, None, shift, mask, sinks).attend()
     assert done is not None
     return done[0].view(batch, heads, queries, -1)
 

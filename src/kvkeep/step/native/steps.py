@@ -57,13 +57,14 @@ def run(
     key: Tensor,
     value: Tensor,
     scaling: float,
+    sinks: Tensor | None = None,
     writes: Writes | None = None,
 ) -> Tensor:
     """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
     heads, value_dim). Places of the row without such a token have arbitrary results.
 
     steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim). writes: notes which steps have written.
+    (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written.
     """
     heads, row = query.shape[1:3]
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
@@ -72,7 +73,7 @@ def run(
     (addresses,) = _addresses([steps], tokens, writes or Writes(), (key.shape[1], key.shape[3], value.shape[3]))
     table = address_table(addresses)
     kernels().kvkeep_attend_sessions(
-        address_of(table), len(table), query, key, value, row, heads, False, scaling, output, lse
+        address_of(table), len(table), query, key, value, row, heads, False, scaling, sinks, output, lse
     )
     return output
 
