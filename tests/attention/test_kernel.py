@@ -37,8 +37,7 @@ def cut(parts: tuple[Tensor, Tensor], at: list[int]) -> list[tuple[Tensor, Tenso
 def reference(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and weights in float64; ``seen``: (lanes, queries, entries) bool; ``sinks``: of each head of a
-    row."""
+    """Output, log-sum-exp and weights in float64; ``seen``: (lanes, queries, entries) bool; ``sinks``: of a row."""
     keys, values = (part.double().repeat(len(query) // len(part), 1, 1)[:, None] for part in (keys, values))
     scores = (query.double() @ keys.transpose(-1, -2) * scaling).masked_fill(~seen[:, None], float("-inf"))
     lse = scores.logsumexp(-1)
@@ -122,7 +121,9 @@ def test_a_query_has_the_same_bits_alone_and_behind_padding(
     assert together is not None
     for index in {0, queries // 2, queries - 1}:
         stop = count - queries + index + 1
-        alone = attend_all(query[:, :, index : index + 1], [(key[:, :, :stop], value[:, :, :stop])], None, 0.3, 0, None, sinks)
+        alone = attend_all(
+            query[:, :, index : index + 1], [(key[:, :, :stop], value[:, :, :stop])], None, 0.3, 0, None, sinks
+        )
         assert alone is not None and torch.equal(alone, together[:, :, index : index + 1])
     first = torch.tensor([padding, 0])
     longer = [torch.nn.functional.pad(part, (0, 0, padding, 0)) for part in (key, value)]

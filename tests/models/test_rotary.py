@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from families import COMMON
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvkeep.models.rotary import Rotary, _frequencies, _parameters, replace_rotary
@@ -56,11 +57,14 @@ def test_a_replaced_module_says_whether_kvkeep_computes_its_frequencies() -> Non
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS)
-def test_angles_equal_those_of_the_module(kind: str) -> None:
-    embedding = module(5e6, 128, **KINDS[kind])
+@pytest.mark.parametrize("halves", [False, True])
+def test_angles_equal_those_of_the_module(kind: str, halves: bool) -> None:
+    embedding: Any = module(5e6, 128, **KINDS[kind])
+    if halves:
+        embedding = GptOssRotaryEmbedding(embedding.config)
     x, positions = torch.empty(0, dtype=torch.bfloat16), torch.tensor([[0, 3, 500, 8000]])
     wanted = embedding(x, positions)
     replace_rotary(embedding)
     assert isinstance(embedding.forward, Rotary)
     for ours, theirs in zip(embedding(x, positions), wanted, strict=True):
-        assert (ours - theirs).abs().max() <= 0.01
+        assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 0.01

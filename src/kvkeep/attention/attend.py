@@ -37,8 +37,8 @@ def attend(
     no entry gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
 
     sinks: the model's, of each head of a row, (heads,) float32 (:func:`~kvkeep.step.sinks.sinks_of`). origin: (batch,)
-    ints, the first entry of each row that is not padding. It is given where the segments are all entries in the order of
-    the text. The native library (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and
+    ints, the first entry of each row that is not padding. It is given where the segments are all entries in the order
+    of the text. The native library (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and
     segments. before: output and log-sum-exp of entries already attended; neither is written.
     """
     output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1].clone())
@@ -76,8 +76,8 @@ def attend_scored(
     """Return attention of a single query over segments, and the weights of each segment's entries: the mean over heads,
     or with ``reduce`` "max" the maximum.
 
-    query: (batch, heads, 1, key_dim). segments: tensors or codes, each for all rows. sinks: as in :func:`attend`. Returns
-    (batch, heads, 1, value_dim), and for each segment (batch, entries) float32.
+    query: (batch, heads, 1, key_dim). segments: tensors or codes, each for all rows. sinks: as in :func:`attend`.
+    Returns (batch, heads, 1, value_dim), and for each segment (batch, entries) float32.
     """
     executor = native if all(native.can_join(query, segment) for segment in segments) else plain
     return executor.scored(query, segments, scaling, reduce, sinks)

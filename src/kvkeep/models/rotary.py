@@ -18,18 +18,19 @@ TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
 class Rotary:
     """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear and llama3,
     and those with one list of factors for all lengths, are computed here in double precision, because torch's
-    single-precision powers differ between processors. Frequencies of other kinds are the module's."""
+    single-precision powers differ between processors. Frequencies of other kinds are the module's. halves: the module
+    returns one cosine and one sine for both channels that are rotated together (gpt-oss)."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, halves: bool = False) -> None:
+        self.module, self.halves = module, halves
         self.frequencies: dict[str, Tensor] = {}
         """The frequencies of each kind requested so far, (rotated channels of a head / 2,) float32."""
         self.exact = True
         """Whether all angles so far were computed here."""
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (batch, n, dim) each, with the dtype and device of ``x``. position_ids: (batch, n),
-        or one such tensor for each dimension of an image, which are the same in a text."""
+        """Return cosines and sines, (batch, n, dim or dim / 2) each, with the dtype and device of ``x``. position_ids:
+        (batch, n), or one such tensor for each dimension of an image, which are the same in a text."""
         if position_ids.ndim == 3 and bool((position_ids == position_ids[:1]).all()):
             position_ids = position_ids[0]
         given = (x, position_ids) if layer_type is None else (x, position_ids, layer_type)
@@ -46,7 +47,7 @@ class Rotary:
         sin = torch.empty_like(cos)
         scaling = getattr(self.module, f"{prefix}attention_scaling")
         kernels().kvkeep_angles(positions, frequencies, scaling, cos, sin)
-        return cos, sin
+        return (cos[..., : len(frequencies)], sin[..., : len(frequencies)]) if self.halves else (cos, sin)
 
 
 def replace_rotary(model: Any) -> None:
@@ -55,10 +56,11 @@ def replace_rotary(model: Any) -> None:
         return
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__ and (kinds := _kinds(module)):
-            ours = Rotary(module)
-            with trial("rotary embeddings"):
-                if all(_agrees(ours, kind) for kind in kinds):
-                    module.forward = ours
+            for ours in (Rotary(module), Rotary(module, halves=True)):
+                with trial("rotary embeddings"):
+                    if all(_agrees(ours, kind) for kind in kinds):
+                        module.forward = ours
+                        break
 
 
 def _kinds(module: Any) -> list[str | None]:

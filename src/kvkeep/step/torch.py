@@ -123,8 +123,8 @@ def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tenso
 
 
 def sink_scores(sinks: Tensor, query: Tensor) -> Tensor:
-    """Return the sinks of each head of a row, (heads of a row,), as a column of scores, (lanes, heads, queries, 1). query:
-    (lanes, heads, queries, dim)."""
+    """Return the sinks of each head of a row, (heads of a row,), as scores, (lanes, heads, queries, 1). query: (lanes,
+    heads, queries, dim)."""
     lanes, heads, queries, _ = query.shape
     by_lane = sinks.view(-1, heads)
     return by_lane.repeat(lanes // len(by_lane), 1)[..., None, None].expand(-1, -1, queries, -1)
