@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.models import fused as fusing
-from kvkeep.models.fused import FusedLayer, FusedNorm
+from kvkeep.models.fused import FusedLayer, FusedLayers, FusedNorm
 from kvkeep.models.loading import load
 from kvkeep.native.library import _share_threads, kernels, library
 
@@ -116,6 +116,14 @@ def test_the_gate_is_the_activation_of_the_mlp(gate: str, number: int | None, tm
     config = hf.LlamaConfig(**COMMON | {"hidden_act": gate, "intermediate_size": 64}, head_dim=16)
     model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
     assert [layer.gate for layer in fused(model)] == ([] if number is None else [number] * 4)
+
+
+def test_layers_whose_attention_has_sinks_are_not_one_call(made: Any) -> None:
+    model = copy.deepcopy(made("llama"))
+    layers = fused(model)
+    assert FusedLayers.of(layers, model.model.layers) is not None
+    layers[2].attention.sinks = torch.nn.Parameter(torch.zeros(4))
+    assert FusedLayers.of(layers, model.model.layers) is None
 
 
 def test_hooks_on_fused_layers_are_called(made: Any) -> None:

@@ -110,7 +110,7 @@ def test_every_method_reads_beside_all_others_as_alone(family: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bamba", "lfm2", "gpt_oss"])
 def test_with_the_kernels_logits_have_the_bits_of_each_alone(family: str, tmp_path: Path) -> None:
     tiny(family).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)

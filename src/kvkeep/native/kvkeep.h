@@ -304,8 +304,8 @@ KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray que
                                 int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
                                 KvArray lse);
 /* Runs `count` layers of the same shapes, whose attention has no sinks, one after the other, for the tokens of some
- * sessions. layers: (count). steps: (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, dim) bfloat16. x:
- * (tokens, hidden) bfloat16, read and written. */
+ * sessions. layers: (count). steps: (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin:
+ * (tokens, dim) bfloat16. x: (tokens, hidden) bfloat16, read and written. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
                            int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x);
 
