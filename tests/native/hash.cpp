@@ -524,7 +524,7 @@ void hash_attention() {
       Array<bf16> query(LANES * GROUPS * queries * DIM), out(query.size);
       Array<float> lse(LANES * GROUPS * queries), state(LANES * GROUPS * queries * (2 + DIM));
       fill(query, queries, 45);
-      for (int64_t heads : {GROUPS, LANES * GROUPS}) {
+      for (int64_t heads : {1 * GROUPS, LANES * GROUPS}) {
         KvAttention a = attention_of(query, queries, all, -1);
         a.sinks = numbers(sinks.data, heads);
         done(kvkeep_attend(&a, numbers(out), numbers(lse), NOTHING, 0));
