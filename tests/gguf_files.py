@@ -19,6 +19,27 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
+SCALES = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K", "NVFP4"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)},
+}
+"""Where the float16 scales and offsets of a kind's blocks begin, if not at byte 0."""
+
+
+def set_scales(kind: str, blocks: NDArray[numpy.uint8], halves: NDArray[numpy.float16]) -> None:
+    """Write the float16 scales and offsets of blocks (count, bytes of a block). halves: (count, 1 or 2), or what numpy
+    makes so."""
+    places = SCALES.get(kind, (0,))
+    stated = numpy.broadcast_to(numpy.float16(halves), (len(blocks), len(places)))
+    if kind == "IQ1_M":  # four bits in each of four words
+        bits = numpy.ascontiguousarray(stated).view(numpy.uint16)[:, 0]
+        for part in range(4):
+            blocks[:, 49 + 2 * part] = blocks[:, 49 + 2 * part] & 15 | (bits >> 4 * part & 15) << 4
+        return
+    for number, place in enumerate(places):
+        blocks[:, place : place + 2] = numpy.ascontiguousarray(stated[:, number : number + 1]).view(numpy.uint8)
+
+
 def written(
     path: Path,
     kind: str = "F32",
@@ -95,8 +116,7 @@ def _blocks(values: NDArray[Any], kind: str) -> NDArray[Any]:
     except NotImplementedError:
         elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         blocks = numpy.random.default_rng(values.size).integers(0, 256, (values.size // elements, size), numpy.uint8)
-        for half in {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}.get(kind, (0, 2)):
-            blocks[:, half : half + 2] = numpy.frombuffer(numpy.float16(0.002).tobytes(), numpy.uint8)
+        set_scales(kind, blocks, numpy.float16(0.002))
         return blocks.reshape(*values.shape[:-1], -1)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from gguf_files import SCALES
 
 from kvkeep.errors import ModelError
 from kvkeep.models.packed import KINDS, Blocks, Packed, quantised
@@ -18,7 +19,7 @@ def random_rows(kind: str, count: int = 24, blocks: int = 3) -> np.ndarray:
     """Random bytes: every code, scale and offset comes up. Halves that are not finite are made so."""
     about = KINDS[kind]
     rows = np.random.default_rng(3).integers(0, 256, (count, blocks * about.size), dtype=np.uint8)
-    halves = {"Q6_K": [209], "Q2_K": [81, 83], "Q3_K": [109]}.get(kind, [1, 3])
+    halves = {"F16": [1, 3], "IQ1_M": [55]}.get(kind) or [place + 1 for place in SCALES.get(kind, (0,))]
     rows.reshape(-1, about.size)[:, halves] &= 0xBF  # exponents below 16
     if kind == "MXFP4":
         rows.reshape(-1, about.size)[:, 0] %= 250  # the last ones are not finite
@@ -39,14 +40,15 @@ def test_dense_weights_equal_ggufs_dequantisation(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_panels_keep_every_bit(kind: str, kernels: None) -> None:
-    """Memory of complete panels is at most 1.03 of the file's."""
+    """Memory of complete panels is at most 1.03 of the file's. The rows have each of 2048 entries of a codebook some 16
+    times."""
     about = KINDS[kind]
-    rows = random_rows(kind, 48, 2) if kind != "BF16" else torch.randn(48, 64).bfloat16().view(torch.uint8).numpy()
-    for count in (48, 37, 1):
+    rows = random_rows(kind, 512, 2) if kind != "BF16" else torch.randn(512, 64).bfloat16().view(torch.uint8).numpy()
+    for count in (512, 37, 1):
         blocks = Blocks(kind, torch.from_numpy(rows[:count].copy()))
         packed = Packed(blocks)
         assert packed.native and torch.equal(packed.blocks().rows, blocks.rows)
-        index = torch.tensor([count - 1, 0, count // 2])
+        index = torch.arange(count).flip(0)
         assert torch.equal(packed.rows(index), blocks.dense()[index])
         if count % 16 == 0:
             assert packed.data.nbytes == count * rows.shape[1] // about.size * about.packed <= 1.03 * blocks.rows.nbytes

@@ -119,7 +119,7 @@ def test_an_equal_head_and_embedding_share_a_matrix(head: str, tmp_path: Path) -
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("kind", [*KINDS, "IQ2_XS"])
+@pytest.mark.parametrize("kind", [*KINDS, "NVFP4"])
 def test_weights_of_a_gguf_file_keep_their_bits(kind: str, tmp_path: Path) -> None:
     """Against transformers' own reading of the file; weights that are not packed are rounded to bfloat16."""
     from transformers import AutoModelForCausalLM

@@ -122,7 +122,10 @@ const Kind KINDS[KV_KINDS] = {{"bf16", 1, 2, 0, 0},       {"q4_0", 32, 18, 0, 1}
                               {"q5_0", 32, 22, 0, 1},     {"q5_1", 32, 24, 0, 2},    {"q8_0", 32, 34, 0, 1},
                               {"q4_k", 256, 144, 0, 2},   {"q5_k", 256, 176, 0, 2},  {"q6_k", 256, 210, 208, 1},
                               {"iq4_nl", 32, 18, 0, 1},   {"iq4_xs", 256, 136, 0, 1}, {"mxfp4", 32, 17, 0, 0},
-                              {"q2_k", 256, 84, 80, 2},   {"q3_k", 256, 110, 108, 1}, {"f16", 1, 2, 0, 1}};
+                              {"q2_k", 256, 84, 80, 2},   {"q3_k", 256, 110, 108, 1}, {"f16", 1, 2, 0, 1},
+                              {"iq2_xxs", 256, 66, 0, 1}, {"iq2_xs", 256, 74, 0, 1},  {"iq2_s", 256, 82, 0, 1},
+                              {"iq3_xxs", 256, 98, 0, 1}, {"iq3_s", 256, 110, 0, 1},  {"iq1_s", 256, 50, 0, 1},
+                              {"iq1_m", 256, 56, 0, 0},   {"tq1_0", 256, 54, 52, 1},  {"tq2_0", 256, 66, 64, 1}};
 
 struct Matrix {
   KvMatrix matrix;
@@ -144,6 +147,7 @@ struct Matrix {
         memcpy(rows + block * k.bytes, &weight, 2);
       }
       if (kind == KV_MXFP4) rows[block * k.bytes] = uint8_t(118 + rows[block * k.bytes] % 20);
+      if (kind == KV_IQ1_M) rows[block * k.bytes + 55] = uint8_t(32 | (rows[block * k.bytes + 55] & 143));
       memcpy(rows + block * k.bytes + k.first_half, scales + block * k.halves, 2 * k.halves);
     }
     done(kvkeep_pack(kind, inputs, outputs, numbers(rows), row_bytes, numbers(panels)));

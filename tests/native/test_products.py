@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gguf_files import SCALES, set_scales
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,12 +29,8 @@ def made(kind: str, outputs: int, blocks: int) -> Blocks:
     if kind == "MXFP4":
         rows[..., 0] = 122 + rows[..., 0] % 4
         return Blocks(kind, rows.flatten(1))
-    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS") else 2
-    scales = (torch.rand(outputs, blocks, halves) / 16 + 0.01).half().view(torch.uint8)
-    if kind in ("Q6_K", "Q2_K", "Q3_K"):
-        rows[..., -2 * halves :] = scales
-    else:
-        rows[..., : 2 * halves] = scales
+    scales = (torch.rand(outputs * blocks, len(SCALES.get(kind, (0,)))) / 16 + 0.01).half()
+    set_scales(kind, rows.view(-1, about.size).numpy(), scales.numpy())
     return Blocks(kind, rows.flatten(1))
 
 

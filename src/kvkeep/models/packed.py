@@ -1,7 +1,8 @@
 """Packed weights: matrices in blocks of a GGUF file or in bfloat16, and the modules that multiply them.
 
-A weight in a block is ``scale * code + offset``, or ``scale`` times one of 16 values (IQ4_NL, IQ4_XS, MXFP4). A block
-has 32 (Q*_0, Q*_1, IQ4_NL, MXFP4) or 256 (Q*_K, IQ4_XS) elements of one row and their scales; the layouts are ggml's.
+A weight in a block is ``scale * code + offset``, or ``scale`` times one of 16 values (IQ4_NL, IQ4_XS, MXFP4), or
+``scale`` times one of 4 or 8 numbers of an entry of a codebook (IQ1_*, IQ2_*, IQ3_*). A block has 32 (Q*_0, Q*_1,
+IQ4_NL, MXFP4) or 256 (Q*_K, TQ*, other IQ*) elements of one row and their scales; the layouts are ggml's.
 kvkeep quantises weights to blocks of Q8_0 or Q4_1, and the package gguf decodes the kinds that occur only in GGUF
 files. Unquantised weights have the kind BF16, or F16 if a file has them so.
 
@@ -61,6 +62,15 @@ KINDS = {
     "MXFP4": Kind(32, 17, 17),
     "Q2_K": Kind(256, 84, 84),
     "Q3_K": Kind(256, 110, 110),
+    "IQ1_S": Kind(256, 50, 50),
+    "IQ1_M": Kind(256, 56, 56),
+    "IQ2_XXS": Kind(256, 66, 66),
+    "IQ2_XS": Kind(256, 74, 74),
+    "IQ2_S": Kind(256, 82, 82),
+    "IQ3_XXS": Kind(256, 98, 98),
+    "IQ3_S": Kind(256, 110, 110),
+    "TQ1_0": Kind(256, 54, 54),
+    "TQ2_0": Kind(256, 66, 66),
 }
 """The kinds that stay quantised in memory. Other kinds are converted to bfloat16."""
 GROUP = 32

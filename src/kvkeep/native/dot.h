@@ -9,6 +9,25 @@ namespace {
 
 // ---- codes of a group -----------------------------------------------------------------------------------------------
 
+template <int N> INLINE I moved(I a) {  // by N bits to the right, or -N to the left
+  if constexpr (N < 0) return ishl<-N>(a);
+  else if constexpr (N > 0) return ishr<N>(a);
+  else return a;
+}
+
+// Bit i of each byte of `all` becomes bit AT of that byte of w[i].
+template <int AT> INLINE void add_bits(I (&w)[8], I all) {
+  const I bit = iset(0x01010101 << AT);
+  w[0] = ior(w[0], iand(moved<0 - AT>(all), bit));
+  w[1] = ior(w[1], iand(moved<1 - AT>(all), bit));
+  w[2] = ior(w[2], iand(moved<2 - AT>(all), bit));
+  w[3] = ior(w[3], iand(moved<3 - AT>(all), bit));
+  w[4] = ior(w[4], iand(moved<4 - AT>(all), bit));
+  w[5] = ior(w[5], iand(moved<5 - AT>(all), bit));
+  w[6] = ior(w[6], iand(moved<6 - AT>(all), bit));
+  w[7] = ior(w[7], iand(moved<7 - AT>(all), bit));
+}
+
 // w[i]: dword i of W outputs, as panels.h numbers them.
 template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
   if constexpr (BITS == 8) {
@@ -24,17 +43,7 @@ template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
       w[4 * half + 2] = iand(ishr<4>(all), two);
       w[4 * half + 3] = iand(ishr<6>(all), two);
     }
-    if constexpr (BITS == 3) {
-      const I bit = iset(0x04040404), all = iload(at + 128);
-      w[0] = ior(w[0], iand(ishl<2>(all), bit));
-      w[1] = ior(w[1], iand(ishl<1>(all), bit));
-      w[2] = ior(w[2], iand(all, bit));
-      w[3] = ior(w[3], iand(ishr<1>(all), bit));
-      w[4] = ior(w[4], iand(ishr<2>(all), bit));
-      w[5] = ior(w[5], iand(ishr<3>(all), bit));
-      w[6] = ior(w[6], iand(ishr<4>(all), bit));
-      w[7] = ior(w[7], iand(ishr<5>(all), bit));
-    }
+    if constexpr (BITS == 3) add_bits<2>(w, iload(at + 128));
     return;
   }
   const I low = iset(0x0f0f0f0f);
@@ -43,17 +52,7 @@ template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
     w[2 * j] = iand(both, low);
     w[2 * j + 1] = iand(ishr<4>(both), low);
   }
-  if constexpr (BITS == 5) {
-    const I bit = iset(0x10101010), all = iload(at + 256);
-    w[0] = ior(w[0], iand(ishl<4>(all), bit));
-    w[1] = ior(w[1], iand(ishl<3>(all), bit));
-    w[2] = ior(w[2], iand(ishl<2>(all), bit));
-    w[3] = ior(w[3], iand(ishl<1>(all), bit));
-    w[4] = ior(w[4], iand(all, bit));
-    w[5] = ior(w[5], iand(ishr<1>(all), bit));
-    w[6] = ior(w[6], iand(ishr<2>(all), bit));
-    w[7] = ior(w[7], iand(ishr<3>(all), bit));
-  }
+  if constexpr (BITS == 5) add_bits<4>(w, iload(at + 256));
   if constexpr (BITS == 6) {
     const I two = iset(0x30303030);
     UNROLLED for (int half = 0; half < 2; half++) {
@@ -71,10 +70,14 @@ template <int BITS> INLINE void unpack_codes(const uint8_t* at, I (&w)[8]) {
 INLINE I values_of(I codes, const int8_t* values) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)), codes);
 }
+INLINE I product16(I a, I b) { return _mm512_mullo_epi16(a, b); }
+INLINE I high_product16(I a, I b) { return _mm512_mulhi_epu16(a, b); }
 #elif defined(KVKEEP_AVX2)
 INLINE I values_of(I codes, const int8_t* values) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)), codes);
 }
+INLINE I product16(I a, I b) { return _mm256_mullo_epi16(a, b); }
+INLINE I high_product16(I a, I b) { return _mm256_mulhi_epu16(a, b); }
 #elif defined(KVKEEP_NEON)
 INLINE I values_of(I codes, const int8_t* values) {
   return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(values), vreinterpretq_u8_s32(codes)));
@@ -87,24 +90,44 @@ INLINE I values_of(I codes, const int8_t* values) {
 }
 #endif
 
+// The ternary digits of bytes, each five in 256ths of 243: the first digit, after a product with a power of 3.
+#if defined(KVKEEP_AVX512) || defined(KVKEEP_AVX2)
+INLINE I digits_of(I bytes, int power) {
+  const I odd = iset(int32_t(0xff00ff00)), by = iset(power * 0x00010001), three = iset(0x00030003);
+  const I first = high_product16(product16(iand(ishl<8>(bytes), odd), by), three);
+  return ior(first, ishl<8>(high_product16(product16(iand(bytes, odd), by), three)));
+}
+#elif defined(KVKEEP_NEON)
+INLINE I digits_of(I bytes, int power) {
+  const uint8x16_t rest = vmulq_u8(vreinterpretq_u8_s32(bytes), vdupq_n_u8(uint8_t(power)));
+  const uint8x16_t less = vaddq_u8(vcgeq_u8(rest, vdupq_n_u8(86)), vcgeq_u8(rest, vdupq_n_u8(171)));
+  return vreinterpretq_s32_s8(vnegq_s8(vreinterpretq_s8_u8(less)));
+}
+#else
+INLINE I digits_of(I bytes, int power) {
+  uint32_t found = 0;
+  for (int b = 0; b < 4; b++) found |= uint32_t(uint8_t(uint32_t(bytes) >> 8 * b) * power % 256 * 3 / 256) << 8 * b;
+  return I(found);
+}
+#endif
+
 // ---- integer sums of dwords FROM .. TO ------------------------------------------------------------------------------
 //
-// Codes of up to 6 bits are unsigned, those of 8 bits and the values of a table signed. VNNI multiplies unsigned bytes
+// Codes of up to 7 bits are unsigned, those of 8 bits and IQ4's values signed. VNNI multiplies unsigned bytes
 // by signed ones: for codes of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted
 // from the result.
 
 #if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)
 #if defined(KVKEEP_AVX512)
 INLINE I dot4(I sum, I u, I s) { return _mm512_dpbusd_epi32(sum, u, s); }
-INLINE I flip(I x) { return _mm512_xor_si512(x, iset(int32_t(0x80808080))); }
 #else
 #if defined(KVKEEP_SIMDE)  // SIMDe has the instruction by its name in AVX-512 only
 INLINE I dot4(I sum, I u, I s) { return _mm256_dpbusd_epi32(sum, u, s); }
 #else
 INLINE I dot4(I sum, I u, I s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
 #endif
-INLINE I flip(I x) { return _mm256_xor_si256(x, iset(int32_t(0x80808080))); }
 #endif
+INLINE I flip(I x) { return ixor(x, iset(int32_t(0x80808080))); }
 template <int BITS> INLINE I base_of(const I (&w)[8]) {
   I sum = iset(0);
   if constexpr (BITS == 8) { UNROLLED for (int i = 0; i < 8; i++) sum = dot4(sum, iset(int32_t(0x80808080)), w[i]); }
@@ -130,7 +153,7 @@ INLINE I pairs(I w, const int8_t* x) { return _mm256_maddubs_epi16(w, iset(load3
 INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
 INLINE I widened(I sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 // Sums of two products in 16 bits: of up to 4 bits at most 2 * 15 * 127, so that eight fit; of 5 bits four, of 6 bits
-// two; of 8 bits |w| <= 128 with inputs of w's sign, 2 * 128 * 127 = 32512.
+// two, of 7 bits one; of 8 bits |w| <= 128 with inputs of w's sign, 2 * 128 * 127 = 32512.
 template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
   if constexpr (BITS == 8) {
     I sum = iset(0);
@@ -141,7 +164,8 @@ template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], cons
     }
     return sum;
   }
-  constexpr int LARGEST = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2, FIT = LARGEST < TO - FROM ? LARGEST : TO - FROM;
+  constexpr int LARGEST = BITS <= 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
+  constexpr int FIT = LARGEST < TO - FROM ? LARGEST : TO - FROM;
   I sum = iset(0);
   UNROLLED for (int i = FROM; i < TO; i += FIT) {
     I part = pairs(w[i], x + 4 * i);

@@ -31,7 +31,8 @@ enum KvConstant {
 
 enum KvKind { /* how a matrix is stored: bfloat16, float16, or the blocks of a GGUF file, bit for bit */
   KV_BF16, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1, KV_Q8_0, KV_Q4_K, KV_Q5_K, KV_Q6_K, KV_IQ4_NL,
-  KV_IQ4_XS, KV_MXFP4, KV_Q2_K, KV_Q3_K, KV_F16,
+  KV_IQ4_XS, KV_MXFP4, KV_Q2_K, KV_Q3_K, KV_F16, KV_IQ2_XXS, KV_IQ2_XS, KV_IQ2_S, KV_IQ3_XXS,
+  KV_IQ3_S, KV_IQ1_S, KV_IQ1_M, KV_TQ1_0, KV_TQ2_0,
   KV_KINDS /* how many kinds */
 };
 

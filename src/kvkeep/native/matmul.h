@@ -8,93 +8,22 @@
 // Either way an output's bits depend on its row and its weights, and on nothing else.
 #pragma once
 
-#include "dot.h"
 #include "inputs.h"
-#include "panels.h"
+#include "unit.h"
 
 namespace {
 
-// ---- scales of a group, W outputs -----------------------------------------------------------------------------------
-
-// 2^(exponent - 128), as the product of two powers that are not too small.
-INLINE F power_of_two(I exponent) {
-  const I half = ishr<1>(exponent), bias = iset(127 - 64);
-  return fmul(as_f(ishl<23>(iadd(half, bias))), as_f(ishl<23>(iadd(isub(exponent, half), bias))));
-}
-
-template <int KIND> struct Unit {  // one unit of a panel, for the outputs from `lane` on
-  static constexpr KindLayout L = LAYOUTS[KIND];
-  static constexpr int GROUPS = L.unit / 32;
-  const uint8_t *codes, *scales;
-  F scale, offset;
-
-  INLINE Unit at(const uint8_t* unit, int lane) {
-    Unit u;
-    u.codes = unit + 4 * lane;
-    u.scales = unit + GROUPS * L.group_bytes + lane;
-    if constexpr (KIND == KV_MXFP4) {
-      u.scale = power_of_two(ubytes_to_int(u.scales));
-      u.offset = fset(0.0f);
-      return u;
-    }
-    const uint16_t* halves = (const uint16_t*)(unit + L.unit_bytes - (L.offsets ? 64 : 32)) + lane;
-    u.scale = hload(halves);
-    u.offset = L.offsets ? hload(halves + 16) : fset(0.0f);
-    return u;
-  }
-  // Of 6 bits times float16: exact.
-  __attribute__((always_inline)) F scale_of(int g) const {
-    if constexpr (KIND == KV_IQ4_XS) return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * g)));
-    return GROUPS == 1 ? scale : fmul(scale, to_float(ubytes_to_int(scales + 16 * g)));
-  }
-  // Of half a group. Q3_K has the low four bits of two halves in a byte, and the high two of four in another.
-  __attribute__((always_inline)) F half_scale_of(int half) const {
-    if constexpr (KIND == KV_Q2_K) return fmul(scale, to_float(iand(ubytes_to_int(scales + 16 * half), iset(15))));
-    if constexpr (KIND == KV_Q3_K) {
-      I low = ubytes_to_int(scales + 16 * (half & 7)), high = ubytes_to_int(scales + 16 * (8 + (half & 3)));
-      low = half < 8 ? iand(low, iset(15)) : ishr<4>(low);
-      high = half < 4 ? high : half < 8 ? ishr<2>(high) : half < 12 ? ishr<4>(high) : ishr<6>(high);
-      return fmul(scale, to_float(isub(ior(low, ishl<4>(iand(high, iset(3)))), iset(32))));
-    }
-    return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * half)));
-  }
-  __attribute__((always_inline)) F half_offset_of(int half) const {
-    return fmul(fsub(fset(0.0f), offset), to_float(ishr<4>(ubytes_to_int(scales + 16 * half))));
-  }
-  __attribute__((always_inline)) F offset_of(int g) const {
-    return GROUPS == 1 ? offset : fmul(fsub(fset(0.0f), offset), to_float(ubytes_to_int(scales + 128 + 16 * g)));
-  }
-};
-
 template <int ZERO> INLINE I without_zero(I sum, int32_t total) {
+  if constexpr (ZERO == 1) return isub(sum, iset(total));
   if constexpr (ZERO == 4) return isub(sum, ishl<2>(iset(total)));
   if constexpr (ZERO == 8) return isub(sum, ishl<3>(iset(total)));
   if constexpr (ZERO == 16) return isub(sum, ishl<4>(iset(total)));
   if constexpr (ZERO == 32) return isub(sum, ishl<5>(iset(total)));
+  if constexpr (ZERO == 64) return isub(sum, ishl<6>(iset(total)));
   return sum;
 }
 
-struct Scales { F first, second, offset, second_offset; };  // of a group; `second` is of its second half
 struct IntegerSums { I first, second; };     // of a row's group: of all of it, or of its halves
-
-template <int KIND> INLINE Scales scales_of(const Unit<KIND>& unit, int g) {
-  constexpr KindLayout L = LAYOUTS[KIND];
-  if constexpr (L.halves) {
-    const F first = unit.half_scale_of(2 * g), second = unit.half_scale_of(2 * g + 1);
-    if constexpr (L.offsets) return {first, second, unit.half_offset_of(2 * g), unit.half_offset_of(2 * g + 1)};
-    return {first, second, first, first};
-  }
-  const F all = unit.scale_of(g), offset = L.offsets ? unit.offset_of(g) : all;
-  return {all, all, offset, offset};
-}
-
-// What codes stand for: dword i of W outputs.
-template <int KIND> INLINE void weights_of(const uint8_t* at, I (&w)[8]) {
-  constexpr KindLayout L = LAYOUTS[KIND];
-  unpack_codes<L.bits>(at, w);
-  if constexpr (L.named) { UNROLLED for (int i = 0; i < 8; i++) w[i] = values_of(w[i], L.values); }
-}
-template <int KIND> constexpr int bits_of() { return LAYOUTS[KIND].named ? 8 : LAYOUTS[KIND].bits; }
 
 template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const int8_t* x) {
   constexpr int BITS = bits_of<KIND>();
@@ -148,7 +77,7 @@ static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, i
       if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
-        weights_of<KIND>(unit[v].codes + g * L.group_bytes, w);
+        weights_of<KIND>(unit[v], g, w);
         const I base = base_of<bits_of<KIND>()>(w);
         const Scales scales = scales_of<KIND>(unit[v], g);
         UNROLLED for (int r = 0; r < R; r++)
@@ -170,7 +99,7 @@ static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, 
     const Unit<KIND> unit = Unit<KIND>::at(panel, lane);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += rows) {
       I w[8];
-      weights_of<KIND>(unit.codes + g * L.group_bytes, w);
+      weights_of<KIND>(unit, g, w);
       const I base = base_of<bits_of<KIND>()>(w);
       const Scales scales = scales_of<KIND>(unit, g);
       auto add = [&](int r, const IntegerSums& integers) {
@@ -270,6 +199,15 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
     case KV_MXFP4: return rows_of_panel<KV_MXFP4>;
     case KV_Q2_K: return rows_of_panel<KV_Q2_K>;
     case KV_Q3_K: return rows_of_panel<KV_Q3_K>;
+    case KV_IQ2_XXS: return rows_of_panel<KV_IQ2_XXS>;
+    case KV_IQ2_XS: return rows_of_panel<KV_IQ2_XS>;
+    case KV_IQ2_S: return rows_of_panel<KV_IQ2_S>;
+    case KV_IQ3_XXS: return rows_of_panel<KV_IQ3_XXS>;
+    case KV_IQ3_S: return rows_of_panel<KV_IQ3_S>;
+    case KV_IQ1_S: return rows_of_panel<KV_IQ1_S>;
+    case KV_IQ1_M: return rows_of_panel<KV_IQ1_M>;
+    case KV_TQ1_0: return rows_of_panel<KV_TQ1_0>;
+    case KV_TQ2_0: return rows_of_panel<KV_TQ2_0>;
     default: return rows_of_panel<KV_Q6_K>;
   }
 }

@@ -55,6 +55,7 @@ INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
 INLINE I iand(I a, I b) { return _mm512_and_si512(a, b); }
 INLINE I ior(I a, I b) { return _mm512_or_si512(a, b); }
+INLINE I ixor(I a, I b) { return _mm512_xor_si512(a, b); }
 template <int N> INLINE I ishl(I a) { return _mm512_slli_epi32(a, N); }
 template <int N> INLINE I ishr(I a) { return _mm512_srli_epi32(a, N); }
 #if defined(KVKEEP_SIMDE)  // not in SIMDe 0.7.4
@@ -81,6 +82,12 @@ INLINE void int_to_u16(uint16_t* p, I v) {
   istore(i, v);
   for (int k = 0; k < 16; k++) p[k] = uint16_t(i[k]);
 }
+INLINE I found(const uint32_t* table, I index) {
+  int32_t i[16];
+  istore(i, index);
+  for (int k = 0; k < 16; k++) i[k] = int32_t(table[i[k]]);
+  return iload(i);
+}
 #else
 INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 INLINE F hload(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
@@ -88,6 +95,7 @@ INLINE I bytes_to_int(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_s
 INLINE I ubytes_to_int(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE I u16_to_int(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE void int_to_u16(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(v)); }  // v < 2^16
+INLINE I found(const uint32_t* table, I index) { return _mm512_i32gather_epi32(index, table, 4); }  // of each lane
 #endif
 // where x >= limit: v, else `other`
 INLINE F where_at_least(F x, F limit, F v, F other) {
@@ -118,6 +126,7 @@ INLINE I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 INLINE I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
 INLINE I iand(I a, I b) { return _mm256_and_si256(a, b); }
 INLINE I ior(I a, I b) { return _mm256_or_si256(a, b); }
+INLINE I ixor(I a, I b) { return _mm256_xor_si256(a, b); }
 template <int N> INLINE I ishl(I a) { return _mm256_slli_epi32(a, N); }
 template <int N> INLINE I ishr(I a) { return _mm256_srli_epi32(a, N); }
 INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
@@ -129,6 +138,7 @@ INLINE void int_to_u16(uint16_t* p, I v) {
   __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
+INLINE I found(const uint32_t* table, I index) { return _mm256_i32gather_epi32((const int*)table, index, 4); }
 INLINE F where_at_least(F x, F limit, F v, F other) {
   return _mm256_blendv_ps(other, v, _mm256_cmp_ps(x, limit, _CMP_GE_OQ));
 }
@@ -157,6 +167,7 @@ INLINE I iadd(I a, I b) { return vaddq_s32(a, b); }
 INLINE I isub(I a, I b) { return vsubq_s32(a, b); }
 INLINE I iand(I a, I b) { return vandq_s32(a, b); }
 INLINE I ior(I a, I b) { return vorrq_s32(a, b); }
+INLINE I ixor(I a, I b) { return veorq_s32(a, b); }
 template <int N> INLINE I ishl(I a) { return vshlq_n_s32(a, N); }
 template <int N> INLINE I ishr(I a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), N)); }
 INLINE F to_float(I a) { return vcvtq_f32_s32(a); }
@@ -169,6 +180,12 @@ INLINE I ubytes_to_int(const uint8_t* p) {
 }
 INLINE I u16_to_int(const uint16_t* p) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(p))); }
 INLINE void int_to_u16(uint16_t* p, I v) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(v))); }
+INLINE I found(const uint32_t* table, I index) {
+  int32_t i[4];
+  istore(i, index);
+  for (int k = 0; k < 4; k++) i[k] = int32_t(table[i[k]]);
+  return iload(i);
+}
 INLINE F where_at_least(F x, F limit, F v, F other) { return vbslq_f32(vcgeq_f32(x, limit), v, other); }
 
 #else
@@ -195,6 +212,7 @@ INLINE I iadd(I a, I b) { return I(uint32_t(a) + uint32_t(b)); }
 INLINE I isub(I a, I b) { return I(uint32_t(a) - uint32_t(b)); }
 INLINE I iand(I a, I b) { return a & b; }
 INLINE I ior(I a, I b) { return a | b; }
+INLINE I ixor(I a, I b) { return a ^ b; }
 template <int N> INLINE I ishl(I a) { return I(uint32_t(a) << N); }
 template <int N> INLINE I ishr(I a) { return I(uint32_t(a) >> N); }
 INLINE F to_float(I a) { return float(a); }
@@ -203,6 +221,7 @@ INLINE I bytes_to_int(const int8_t* p) { return *p; }
 INLINE I ubytes_to_int(const uint8_t* p) { return *p; }
 INLINE I u16_to_int(const uint16_t* p) { return *p; }
 INLINE void int_to_u16(uint16_t* p, I v) { *p = uint16_t(v); }
+INLINE I found(const uint32_t* table, I index) { return I(table[index]); }
 INLINE F where_at_least(F x, F limit, F v, F other) { return x >= limit ? v : other; }
 
 #endif
