@@ -40,8 +40,9 @@ def source() -> str:
         entries = np.frombuffer(bytes.fromhex(grid), np.dtype("<u2"))
         text = textwrap.fill(", ".join(f"0x{one:04x}" for one in entries), 120, break_long_words=False)
         numbers.append(f"constexpr uint16_t {kind}_ENTRIES[] = {{\n{text}}};\n")
-        name, weights = kind.lower().removesuffix("_s") if kind == "IQ1_S" else kind.lower(), 8 if kind in EIGHTS else 4
-        tables.append(f"const Codebook<{len(entries)}> kv_{name} = spread<{len(entries)}, {weights}>({kind}_ENTRIES);\n")
+        name = "iq1" if kind == "IQ1_S" else kind.lower()
+        made = f"spread<{len(entries)}, {8 if kind in EIGHTS else 4}>({kind}_ENTRIES)"
+        tables.append(f"const Codebook<{len(entries)}> kv_{name} = {made};\n")
     return "\n".join([HEAD, *numbers, "}  // namespace\n", "".join(tables)])
 
 

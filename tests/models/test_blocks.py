@@ -7,7 +7,7 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from gguf_files import SCALES
+from gguf_files import SCALES, set_scales
 
 from kvkeep.errors import ModelError
 from kvkeep.models.packed import KINDS, Blocks, Packed, quantised
@@ -52,6 +52,14 @@ def test_packed_panels_keep_every_bit(kind: str, kernels: None) -> None:
         assert torch.equal(packed.rows(index), blocks.dense()[index])
         if count % 16 == 0:
             assert packed.data.nbytes == count * rows.shape[1] // about.size * about.packed <= 1.03 * blocks.rows.nbytes
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STORED if kind not in ("F16", "MXFP4")])
+def test_a_block_with_an_infinite_scale_is_refused(kind: str, kernels: None) -> None:
+    rows = random_rows(kind)
+    set_scales(kind, rows.reshape(-1, KINDS[kind].size)[7:8], np.array(np.inf, np.float16))
+    with pytest.raises(ModelError, match=rf"\({kind}\) has a scale that is infinite or NaN: the file is damaged"):
+        Packed(Blocks(kind, torch.from_numpy(rows)))
 
 
 @pytest.mark.parametrize(

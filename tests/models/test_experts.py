@@ -149,7 +149,7 @@ def test_a_copy_multiplies_with_its_own_matrices(tmp_path: Path) -> None:
 
 
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("kind", ["Q4_K", "Q3_K", "Q8_0", "MXFP4", "BF16", "IQ2_S", "NVFP4"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q3_K", "Q8_0", "MXFP4", "BF16", "IQ2_S", "TQ1_0", "NVFP4"])
 def test_experts_of_a_gguf_file_keep_their_blocks(kind: str, tmp_path: Path) -> None:
     file = written(tmp_path / "own.gguf", kind, hidden=256, inner=512, experts=4)
     model = load(file, device="cpu").model

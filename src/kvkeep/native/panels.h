@@ -38,8 +38,14 @@ struct Entries {  // of a codebook
   float part = 0.0f;  // a scale is this part of the unit's, times 2 n + 1
 };
 
+template <int N> constexpr Entries entries_of(const Codebook<N>& book, int weights, int step, float part) {
+  constexpr int high = N / 256 == 1 ? 0 : N / 256 == 2 ? 1 : N / 256 == 4 ? 2 : 3;
+  static_assert(N == 256 << high, "every index must have an entry");
+  return {book.entries, weights, high, step, part};
+}
+
 struct KindLayout {
-  int bits;         // of a code; of what it stands for, where it names an entry of a codebook
+  int bits;         // of a code; of its value, where there is a codebook
   int zero_point;   // the code of a weight of zero, where there is no offset
   bool offsets;     // added beside the scaled code
   int unit;         // inputs
@@ -76,13 +82,13 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
     {2, 0, true, 256, 128, 8 * 128 + 320, 84, true},     // Q2_K
     {3, 4, false, 256, 192, 8 * 192 + 224, 110, true},   // Q3_K
     {16, 0, false, 2, 0, 64, 4},                          // F16
-    {7, 64, false, 256, 128, 8 * 128 + 32, 66, false, IQ2_VALUES, {kv_iq2_xxs.entries, 8, 0, 0, 0.125f}},   // IQ2_XXS
-    {7, 64, false, 256, 128, 8 * 128 + 160, 74, true, IQ2_VALUES, {kv_iq2_xs.entries, 8, 1, 2, 0.125f}},    // IQ2_XS
-    {7, 64, false, 256, 128, 8 * 128 + 288, 82, true, IQ2_VALUES, {kv_iq2_s.entries, 8, 2, 2, 0.125f}},     // IQ2_S
-    {7, 64, false, 256, 192, 8 * 192 + 32, 98, false, IQ3_XXS_VALUES, {kv_iq3_xxs.entries, 4, 0, 0, 0.25f}},  // IQ3_XXS
-    {5, 16, false, 256, 192, 8 * 192 + 224, 110, false, IQ3_S_VALUES, {kv_iq3_s.entries, 4, 1, 1, 1.0f}},   // IQ3_S
-    {5, 16, false, 256, 64, 8 * 64 + 288, 50, false, IQ1_VALUES, {kv_iq1.entries, 8, 3, 3, 0.125f}},        // IQ1_S
-    {5, 16, false, 256, 64, 8 * 64 + 384, 56, true, IQ1_VALUES, {kv_iq1.entries, 8, 3, 4, 0.125f}},         // IQ1_M
+    {7, 64, false, 256, 128, 8 * 128 + 32, 66, false, IQ2_VALUES, entries_of(kv_iq2_xxs, 8, 0, 0.125f)},
+    {7, 64, false, 256, 128, 8 * 128 + 160, 74, true, IQ2_VALUES, entries_of(kv_iq2_xs, 8, 2, 0.125f)},
+    {7, 64, false, 256, 128, 8 * 128 + 288, 82, true, IQ2_VALUES, entries_of(kv_iq2_s, 8, 2, 0.125f)},
+    {7, 64, false, 256, 192, 8 * 192 + 32, 98, false, IQ3_XXS_VALUES, entries_of(kv_iq3_xxs, 4, 0, 0.25f)},
+    {5, 16, false, 256, 192, 8 * 192 + 224, 110, false, IQ3_S_VALUES, entries_of(kv_iq3_s, 4, 1, 1.0f)},
+    {5, 16, false, 256, 64, 8 * 64 + 288, 50, false, IQ1_VALUES, entries_of(kv_iq1, 8, 3, 0.125f)},  // IQ1_S
+    {5, 16, false, 256, 64, 8 * 64 + 384, 56, true, IQ1_VALUES, entries_of(kv_iq1, 8, 4, 0.125f)},   // IQ1_M
     {2, 1, false, 256, 104, 8 * 104 + 32, 54},  // TQ1_0
     {2, 1, false, 256, 128, 8 * 128 + 32, 66},  // TQ2_0
 };

@@ -15,7 +15,7 @@ INLINE F power_of_two(I exponent) {
 template <int KIND> struct Unit {  // one unit of a panel, for the outputs from `lane` on
   static constexpr KindLayout L = LAYOUTS[KIND];
   static constexpr int GROUPS = L.unit / 32;
-  static constexpr bool OWN_SCALES = L.unit_bytes > GROUPS * L.group_bytes + (L.offsets ? 64 : 32);  // of groups
+  static constexpr bool SCALED = L.unit_bytes > GROUPS * L.group_bytes + (L.offsets ? 64 : 32);  // of groups
   const uint8_t *codes, *scales;
   F scale, offset;
 
@@ -38,7 +38,7 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
   __attribute__((always_inline)) F scale_of(int g) const {
     if constexpr (has_codebook(KIND)) return odd_scale_of(g);
     if constexpr (KIND == KV_IQ4_XS) return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * g)));
-    return OWN_SCALES ? fmul(scale, to_float(ubytes_to_int(scales + 16 * g))) : scale;
+    return SCALED ? fmul(scale, to_float(ubytes_to_int(scales + 16 * g))) : scale;
   }
   // Of half a group. Q3_K has the low four bits of two halves in a byte, and the high two of four in another.
   __attribute__((always_inline)) F half_scale_of(int half) const {
@@ -108,8 +108,8 @@ template <int KIND> INLINE Scales scales_of(const Unit<KIND>& unit, int g) {
   return {all, all, offset, offset};
 }
 
-// All signs of a group, where the file has seven of eight: bit 2 k + 1 of the last byte is what makes even the number of
-// those in bits 2 k and 2 k + 1 of all bytes.
+// All signs of a group, where the file has seven of eight. The eighth, bit 2 k + 1 of the last byte, makes their number
+// even: they are bits 2 k and 2 k + 1 of all bytes.
 INLINE I all_signs(I some) {
   some = iand(some, iset(0x55ffffff));
   I odd = ixor(some, ishr<1>(some));
