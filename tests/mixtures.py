@@ -17,6 +17,21 @@ MIXTURES = {
     "gpt_oss": lambda: hf.GptOssConfig(
         **COMMON | {"intermediate_size": 32}, head_dim=16, num_local_experts=8, num_experts_per_tok=2
     ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(
+        **COMMON | OWN | LATENT, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", first_k_dense_replace=0,
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **COMMON | OWN | LATENT, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2,
+        first_k_dense_replace=0,
+    ),
+    "ernie4_5_moe": lambda: hf.Ernie4_5_MoeConfig(
+        **COMMON | {"moe_intermediate_size": 32, "moe_k": 2}, moe_num_experts=8, moe_num_shared_experts=1,
+        moe_layer_start_index=0,
+    ),
+    "minimax_m2": lambda: hf.MiniMaxM2Config(
+        **COMMON | {"intermediate_size": 32}, head_dim=16, num_local_experts=8, num_experts_per_tok=2
+    ),
     "nemotron_h": lambda: hf.NemotronHConfig(
         **COMMON | {"num_hidden_layers": 2}, head_dim=8, layers_block_type=["full_attention", "moe"],
         n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
@@ -24,6 +39,10 @@ MIXTURES = {
     ),
 }  # fmt: skip
 OWN = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
 
 
 def mixture(family: str) -> Any:

@@ -21,6 +21,8 @@ def random_rows(kind: str, count: int = 24, blocks: int = 3) -> np.ndarray:
     rows = np.random.default_rng(3).integers(0, 256, (count, blocks * about.size), dtype=np.uint8)
     halves = {"F16": [1, 3], "IQ1_M": [55]}.get(kind) or [place + 1 for place in SCALES.get(kind, (0,))]
     rows.reshape(-1, about.size)[:, halves] &= 0xBF  # exponents below 16
+    if kind == "F32":
+        return np.random.default_rng(3).standard_normal((count, blocks), np.float32).view(np.uint8)
     if kind == "MXFP4":
         rows.reshape(-1, about.size)[:, 0] %= 250  # the last ones are not finite
     return rows

@@ -98,6 +98,9 @@ def test_the_modules_of_a_packed_model_are_replaced(family: str, models: Any) ->
     model = models(family)
     layers = {0, 1, 2, 3} if family in BOTH else {0, 3} if family == "nemotron_h" else {0, 2}
     assert layers_in_order(model) == {one.layer_idx for one in modules_of(model, family)} == layers
+    small = [one for name, one in model.named_parameters() if name.endswith(("A_log", "D", "dt_bias"))]
+    assert bool(small) == (family != "lfm2") and all(one.dtype == torch.float32 for one in small)
+    assert model.dtype == next(model.parameters()).dtype == torch.bfloat16
     assert not layers_in_order(tiny("lfm2"))
 
 

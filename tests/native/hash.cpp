@@ -125,7 +125,8 @@ const Kind KINDS[KV_KINDS] = {{"bf16", 1, 2, 0, 0},       {"q4_0", 32, 18, 0, 1}
                               {"q2_k", 256, 84, 80, 2},   {"q3_k", 256, 110, 108, 1}, {"f16", 1, 2, 0, 1},
                               {"iq2_xxs", 256, 66, 0, 1}, {"iq2_xs", 256, 74, 0, 1},  {"iq2_s", 256, 82, 0, 1},
                               {"iq3_xxs", 256, 98, 0, 1}, {"iq3_s", 256, 110, 0, 1},  {"iq1_s", 256, 50, 0, 1},
-                              {"iq1_m", 256, 56, 0, 0},   {"tq1_0", 256, 54, 52, 1},  {"tq2_0", 256, 66, 64, 1}};
+                              {"iq1_m", 256, 56, 0, 0},   {"tq1_0", 256, 54, 52, 1},  {"tq2_0", 256, 66, 64, 1},
+                              {"f32", 1, 4, 0, 0}};
 
 struct Matrix {
   KvMatrix matrix;
@@ -146,6 +147,10 @@ struct Matrix {
         const bf16 weight = to_bf16(random.number(1024));
         memcpy(rows + block * k.bytes, &weight, 2);
       }
+      if (kind == KV_F32) {
+        const float weight = float(random.below(1 << 24) - (1 << 23)) / float(1 << 27);
+        memcpy(rows + block * k.bytes, &weight, 4);
+      }
       if (kind == KV_MXFP4) rows[block * k.bytes] = uint8_t(118 + rows[block * k.bytes] % 20);
       if (kind == KV_IQ1_M) rows[block * k.bytes + 55] = uint8_t(32 | (rows[block * k.bytes + 55] & 143));
       memcpy(rows + block * k.bytes + k.first_half, scales + block * k.halves, 2 * k.halves);
@@ -154,6 +159,24 @@ struct Matrix {
     matrix = {numbers(panels), inputs, outputs, kind};
   }
 };
+
+void hash_product_of_floats() {
+  const int64_t inputs = 301, outputs = 83;
+  Matrix weights(KV_F32, inputs, outputs, 99);
+  Array<float> x(33 * inputs), bias(outputs), batch(33 * outputs);
+  Random random{6};
+  for (size_t i = 0; i < x.size; i++) x[i] = float(random.below(1 << 24) - (1 << 23)) / float(1 << 20);
+  fill(bias, 8, 128);
+  print("product f32 of floats", [&](Hash& hash) {
+    for (int64_t rows : {33, 1, 2, 3, 7, 17}) {
+      Array<float> y(rows * outputs);
+      done(kvkeep_product(&weights.matrix, numbers(x.data, rows * inputs), numbers(bias), numbers(y), outputs));
+      hash.add(y);
+      if (rows == 33) memcpy(batch, y, y.bytes());
+      else if (memcmp(batch, y, y.bytes())) printf("product f32 of floats: %d ROWS DIFFER\n", int(rows));
+    }
+  });
+}
 
 void hash_matrices() {
   const int64_t inputs = 768, outputs = 83;
@@ -693,6 +716,7 @@ int main(int count, char** arguments) {
     return 2;
   }
   hash_matrices();
+  hash_product_of_floats();
   hash_small();
   hash_delta_net();
   hash_mamba2();

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.errors import BadCall
 from kvkeep.models import packed
-from kvkeep.models.packed import KINDS, Blocks, PackedLinear
+from kvkeep.models.packed import KINDS, Blocks, Packed, PackedLinear, multiplied
 from kvkeep.native.library import kernels
 from kvkeep.native.structures import KIND_NUMBERS, KvMatrix, address_of, array
 
@@ -25,6 +25,8 @@ def made(kind: str, outputs: int, blocks: int) -> Blocks:
         return Blocks(kind, torch.randn(outputs, 32 * blocks).bfloat16().view(torch.uint8))
     if kind == "F16":
         return Blocks(kind, torch.randn(outputs, 32 * blocks).half().view(torch.uint8))
+    if kind == "F32":
+        return Blocks(kind, torch.randn(outputs, 32 * blocks).view(torch.uint8))
     rows = torch.randint(0, 256, (outputs, blocks, about.size)).to(torch.uint8)
     if kind == "MXFP4":
         rows[..., 0] = 122 + rows[..., 0] % 4
@@ -58,7 +60,7 @@ def test_products_equal_the_reference_and_rows_are_independent(
     matrix, bias = made(kind, outputs, blocks), torch.randn(outputs).bfloat16() if biased else None
     inputs = matrix.shape[1]
     linear, x = PackedLinear(matrix, bias), torch.randn(rows, inputs).bfloat16()
-    weight, read = matrix.dense().double(), x.double() if kind in ("BF16", "F16") else rounded(x)
+    weight, read = matrix.dense().double(), x.double() if kind in ("BF16", "F16", "F32") else rounded(x)
     wanted, size = read @ weight.T, read.abs() @ weight.abs().T
     wanted = wanted if bias is None else wanted + bias.double()
     found = linear(x)
@@ -67,6 +69,23 @@ def test_products_equal_the_reference_and_rows_are_independent(
     assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + size * 2**-14).all()
     assert torch.equal(found, torch.cat([linear(row[None]) for row in x]))
     assert torch.equal(found, linear(x[:, None].expand(-1, 2, -1))[:, 1])  # twice as many, and not contiguous
+
+
+@settings(max_examples=20, deadline=None)
+@given(outputs=st.integers(1, 70), inputs=st.integers(1, 99), rows=st.integers(1, 50), seed=st.integers(0, 99))
+def test_products_in_float32_are_a_chain_in_the_order_of_inputs(
+    outputs: int, inputs: int, rows: int, seed: int
+) -> None:
+    """Products of two float32 are exact in float64, and so nearly is each sum before it is rounded."""
+    torch.manual_seed(seed)
+    weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(rows, inputs)
+    linear = Packed(Blocks("F32", weight.view(torch.uint8)))
+    wanted = torch.zeros(rows, outputs)
+    for i in range(inputs):
+        wanted = torch.addcmul(wanted.double(), x[:, i : i + 1].double(), weight[:, i].double()).float()
+    found = multiplied(linear, x, bias)
+    assert found.dtype == torch.float32 and torch.equal(found, wanted + bias)
+    assert torch.equal(found, torch.cat([multiplied(linear, row[None], bias) for row in x]))
 
 
 def test_rows_of_extreme_inputs_are_independent() -> None:

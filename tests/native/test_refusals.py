@@ -6,6 +6,7 @@ Each case takes a call that the library does, changes one thing, and expects the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -397,11 +398,11 @@ def test_a_step_that_does_not_fit_is_refused(change: Callable[[Any], Any], rule:
 # ---- matrices, layers, digests ---------------------------------------------------------------------------------------
 
 
-def matrix(inputs: int = 64, outputs: int = 32) -> tuple[KvMatrix, Tensor]:
-    kind = KIND_NUMBERS["BF16"]
-    source = bfloat16(outputs, inputs).view(torch.uint8)
+def matrix(inputs: int = 64, outputs: int = 32, dtype: torch.dtype = torch.bfloat16) -> tuple[KvMatrix, Tensor]:
+    kind = KIND_NUMBERS["F32" if dtype == torch.float32 else "BF16"]
+    source = torch.ones(outputs, inputs, dtype=dtype).view(torch.uint8)
     panels = torch.zeros(kernels().kvkeep_packed_bytes(kind, inputs, outputs), dtype=torch.uint8)
-    kernels().kvkeep_pack(kind, inputs, outputs, source, inputs * 2, panels)
+    kernels().kvkeep_pack(kind, inputs, outputs, source, source.shape[1], panels)
     return KvMatrix(array(panels), inputs, outputs, kind), panels
 
 
@@ -440,6 +441,22 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
     assert numbers.unchanged()
     product()
     assert not numbers.unchanged()
+
+
+def test_a_product_in_float32_has_no_other_numbers() -> None:
+    """Inputs, bias and outputs are all bfloat16 or all float32, and those only of a matrix in float32."""
+    types = (torch.bfloat16, torch.float32)
+    for dtype, *given in itertools.product(types, repeat=4):
+        weights, panels = matrix(dtype=dtype)
+        x, bias, y = (torch.ones(size, dtype=one) for size, one in zip(((3, 64), 32, (3, 32)), given, strict=True))
+        if len({*given}) == 1 and (x.dtype == torch.bfloat16 or dtype == torch.float32):
+            kernels().kvkeep_product(address_of(weights), x, bias, y, 32)
+            assert (y == 65).all()
+            continue
+        with pytest.raises(BadCall):
+            kernels().kvkeep_product(address_of(weights), x, bias, y, 32)
+        assert (y == 1).all()
+    del panels  # it must outlive the calls
 
 
 class Layer:

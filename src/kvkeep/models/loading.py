@@ -224,7 +224,8 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
         model = read_weights(AutoModelForCausalLM, source.place, source.name, dtype=made.dtype, **form, **options)
     check_ids(model.generation_config, source.name)
     if made.packed:
-        if next(decoder_of(model).parameters(), None) is None:  # OLMo has no norms, and its matrices are packed
+        first = next(decoder_of(model).parameters(), None)  # transformers and kvkeep read its dtype
+        if first is None or first.dtype != made.dtype:  # OLMo has no norms; other first ones are routers in float32
             empty = torch.nn.Parameter(torch.empty(0, dtype=made.dtype), requires_grad=False)
             decoder_of(model).register_parameter("kvkeep_dtype", empty)
         fuse(model, layers_of(decoder_of(model)))

@@ -74,6 +74,16 @@ def outer(model: Any) -> set[str]:
     return {name for name, module in matrices(model).items() if module is head or isinstance(module, nn.Embedding)}
 
 
+RECURRENCES = ("A_log", "D", "dt_bias")
+"""The names of a recurrent module's small weights, which say how fast its states decay."""
+
+
+def in_float32(model: Any) -> set[str]:
+    """Return patterns (re) of the names of weights that stay in float32 beside bfloat16: those that transformers keeps
+    so (routers and their biases, in most families), and those of recurrent modules."""
+    return {*(model._keep_in_fp32_modules_strict or ()), *(rf"\.{name}$" for name in RECURRENCES)}
+
+
 def packed_bits(bits: int, outside: bool) -> int:
     """Return the bits of a matrix if ``bits`` were requested; at least 8 for a matrix ``outside`` the decoder's
     layers."""

@@ -4,7 +4,7 @@ A weight in a block is ``scale * code + offset``, or ``scale`` times one of 16 v
 ``scale`` times one of 4 or 8 numbers of an entry of a codebook (IQ1_*, IQ2_*, IQ3_*). A block has 32 (Q*_0, Q*_1,
 IQ4_NL, MXFP4) or 256 (Q*_K, TQ*, other IQ*) elements of one row and their scales; the layouts are ggml's.
 kvkeep quantises weights to blocks of Q8_0 or Q4_1, and the package gguf decodes the kinds that occur only in GGUF
-files. Unquantised weights have the kind BF16, or F16 if a file has them so.
+files. Unquantised weights have the kind BF16, or F16 or F32 if a file has them so.
 
 If the native library runs, a matrix is stored in the library's panels (native/panels.h), and the library multiplies it.
 Inputs are rounded to 8 bits by groups of 32, and an output's bits do not depend on the number of rows. Without the
@@ -49,6 +49,7 @@ class Kind:
 KINDS = {
     "BF16": Kind(2, 4, 4),
     "F16": Kind(2, 4, 4),
+    "F32": Kind(1, 4, 4),
     "Q4_0": Kind(32, 18, 18),
     "Q4_1": Kind(32, 20, 20),
     "Q5_0": Kind(32, 22, 22),
@@ -72,7 +73,7 @@ KINDS = {
     "TQ1_0": Kind(256, 54, 54),
     "TQ2_0": Kind(256, 66, 66),
 }
-"""The kinds that stay quantised in memory. Other kinds are converted to bfloat16."""
+"""The kinds that stay as they are in memory. Other kinds are converted to bfloat16."""
 GROUP = 32
 """Number of elements that share a scale in kvkeep's quantisation."""
 
@@ -268,13 +269,16 @@ class PackedEmbedding(nn.Module):
 
 
 def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x`` (..., inputs) times the matrix, transposed: (..., outputs) in the dtype of ``x``."""
+    """Return ``x`` (..., inputs) times the matrix, transposed: (..., outputs) in the dtype of ``x``. The library
+    rounds ``x`` to bfloat16, unless the matrix is in float32."""
     if not matrix.native:
         return nn.functional.linear(x, matrix.dense(x.dtype), None if bias is None else bias.to(x.dtype))
-    rows = x.to(torch.bfloat16).reshape(-1, matrix.in_features).contiguous()
+    dtype = torch.float32 if matrix.kind == "F32" and x.dtype == torch.float32 else torch.bfloat16
+    rows = x.to(dtype).reshape(-1, matrix.in_features).contiguous()
     if matrix.columns is not None:
         rows = torch.empty_like(rows).index_copy_(1, matrix.columns, rows)
-    out = torch.empty(len(rows), matrix.out_features, dtype=torch.bfloat16)
+    out = torch.empty(len(rows), matrix.out_features, dtype=dtype)
+    bias = None if bias is None else bias.to(dtype)
     kernels().kvkeep_product(address_of(matrix.struct), rows, bias, out, matrix.out_features)
     return out.view(*x.shape[:-1], matrix.out_features).to(x.dtype)
 
@@ -337,7 +341,7 @@ def _by_kernels(model: Any) -> bool:
             if not module.native:
                 return False
         elif not isinstance(module, nn.Embedding | nn.Conv1d) and any(
-            one.ndim > 1 and not getattr(one, "by_library", False) for one in module.parameters(recurse=False)
+            one.squeeze().ndim > 1 and not getattr(one, "by_library", False) for one in module.parameters(recurse=False)
         ):
             return False
     return True

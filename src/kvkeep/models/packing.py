@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
 from kvkeep.models.experts import Experts, PackedExperts, experts_of, packed_experts
-from kvkeep.models.matrices import matrices, outer, packed_bits
+from kvkeep.models.matrices import in_float32, matrices, outer, packed_bits
 from kvkeep.models.packed import Blocks, Packed, PackedEmbedding, PackedLinear, quantised
 from kvkeep.native.library import trim_memory
 
@@ -53,10 +53,11 @@ class Packer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.places, self.outer, self.experts = matrices(model), outer(model), experts_of(model)
         self.strict = model._keep_in_fp32_modules_strict
+        exact = in_float32(model)
         if self.bits in (4, 8):  # these are rounded once, from the stored values
-            exact = {f"{name}.weight$" for name in self.places}
+            exact |= {f"{name}.weight$" for name in self.places}
             exact |= {f"{name}.{one}$" for name, experts in self.experts.items() for one in experts.form.matrices}
-            model._keep_in_fp32_modules_strict = {*self.strict, *exact}
+        model._keep_in_fp32_modules_strict = exact
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether the parameter is a matrix to pack."""

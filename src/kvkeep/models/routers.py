@@ -1,8 +1,9 @@
-"""Routers of experts, whose products the native library computes: torch chooses its product by the number of rows, and
-a token would go to other experts in a larger batch.
+"""Routers of experts, which compute each row alone: torch chooses its products by the number of rows, and a token would
+go to other experts in a larger batch.
 
-The code of routers differs from family to family, so a router stays as it is, and only its weight is replaced, by one
-that computes ``torch.nn.functional.linear`` itself (torch's ``__torch_function__``).
+The code of routers differs from family to family, so a router stays as it is. Its weight is replaced by one that
+computes ``torch.nn.functional.linear`` itself (torch's ``__torch_function__``), and a mode of torch computes its
+sigmoid. The softmax, the sums and the choice of torch are those of a single row for any number of rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kvkeep.errors import trial
 from kvkeep.models.packed import Blocks, Packed, multiplied
@@ -19,8 +21,8 @@ from kvkeep.native.library import library
 
 
 class RouterWeight(nn.Parameter):
-    """The weight of a router, (experts, hidden) bfloat16. Other functions than a product of bfloat16 rows on the CPU
-    see an ordinary parameter."""
+    """The weight of a router, (experts, hidden) bfloat16 or float32. Other functions than a product with rows of its
+    dtype on the CPU see an ordinary parameter."""
 
     by_library = True
     """The library computes its products (:func:`~kvkeep.models.packed.row_independent`)."""
@@ -36,28 +38,56 @@ class RouterWeight(nn.Parameter):
             if func is nn.functional.linear and _computes(args, kwargs):
                 rows, weight, *bias = args
                 if weight.packed is None:
-                    weight.packed = Packed(Blocks("BF16", weight.detach().contiguous().view(torch.uint8)))
+                    kind = "F32" if weight.dtype == torch.float32 else "BF16"
+                    weight.packed = Packed(Blocks(kind, weight.detach().contiguous().view(torch.uint8)))
                 return multiplied(weight.packed, rows, *bias)
             return func(*args, **(kwargs or {}))
 
 
 def _computes(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    if kwargs or len(args) < 2 or not isinstance(args[1], RouterWeight):
+    if kwargs or len(args) < 2 or not isinstance(args[1], RouterWeight) or library() is None:
         return False
-    given = [one for one in args if one is not None]
-    return library() is not None and all(one.dtype == torch.bfloat16 and one.is_cpu for one in given)
+    given, dtype = [one for one in args if one is not None], args[1].dtype
+    return dtype in (torch.bfloat16, torch.float32) and all(one.dtype == dtype and one.is_cpu for one in given)
+
+
+class RowSigmoid(TorchFunctionMode):
+    """Computes the sigmoid of float32 by torch's ``exp``. torch's own sigmoid computes the last numbers of a tensor,
+    or of a thread's part of it, in another way than the others, and their last bits differ."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute a function of torch."""
+        if func in (torch.sigmoid, Tensor.sigmoid) and args[0].dtype == torch.float32:
+            return 1 / (1 + (-args[0]).exp())
+        return func(*args, **(kwargs or {}))
+
+
+class Routed:
+    """The forward of a router, by :class:`RowSigmoid`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the router's own forward returns."""
+        with RowSigmoid():
+            return type(self.module).forward(self.module, *args, **kwargs)
 
 
 @torch.no_grad()
 def replace_routers(model: Any) -> None:
-    """Replace the weights of a model's routers, where a trial shows that the library then computes their products; some
-    multiply in float32."""
+    """Let a model's routers compute each row alone. Their weights are replaced where a trial shows that the library
+    then computes their products."""
     for module in [one for one in model.modules() if "Router" in type(one).__name__]:
+        module.forward = Routed(module)
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             continue
         module.weight = made = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
-        with trial("a router"):  # it may want more, behind the product
-            module(torch.zeros(2, weight.shape[1], dtype=torch.bfloat16))
+        for biases in ((), (torch.zeros(len(weight)),)):  # some are given the biases of the choice
+            with trial("a router"):
+                module(torch.zeros(2, weight.shape[1], dtype=torch.bfloat16), *biases)
         if made.packed is None:
             module.weight = weight

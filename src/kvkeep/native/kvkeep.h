@@ -29,10 +29,10 @@ enum KvConstant {
   KV_MAX_DIM = 1024       /* the largest width of a key or a value */
 };
 
-enum KvKind { /* how a matrix is stored: bfloat16, float16, or the blocks of a GGUF file, bit for bit */
+enum KvKind { /* how a matrix is stored: bfloat16, float16, float32, or the blocks of a GGUF file, bit for bit */
   KV_BF16, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1, KV_Q8_0, KV_Q4_K, KV_Q5_K, KV_Q6_K, KV_IQ4_NL,
   KV_IQ4_XS, KV_MXFP4, KV_Q2_K, KV_Q3_K, KV_F16, KV_IQ2_XXS, KV_IQ2_XS, KV_IQ2_S, KV_IQ3_XXS,
-  KV_IQ3_S, KV_IQ1_S, KV_IQ1_M, KV_TQ1_0, KV_TQ2_0,
+  KV_IQ3_S, KV_IQ1_S, KV_IQ1_M, KV_TQ1_0, KV_TQ2_0, KV_F32,
   KV_KINDS /* how many kinds */
 };
 
@@ -253,7 +253,7 @@ KvStatus kvkeep_unpack(const KvMatrix* matrix, KvArray rows, int64_t row_bytes);
 /* Writes rows of the weight, those of `outputs` (n) int64, to rows (n, inputs) float32. */
 KvStatus kvkeep_rows(const KvMatrix* matrix, KvArray outputs, KvArray rows);
 /* Writes y = x W^T + bias. x: (n, inputs). bias: (outputs), or nothing. y: (n, outputs), rows y_stride apart. All are
- * bfloat16. */
+ * bfloat16; with a matrix of KV_F32, all may be float32. */
 KvStatus kvkeep_product(const KvMatrix* matrix, KvArray x, KvArray bias, KvArray y, int64_t y_stride);
 
 /* ---- layers without attention ------------------------------------------------------------------------------------ */

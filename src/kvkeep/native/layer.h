@@ -52,12 +52,12 @@ static void run_after_attention(const KvLayer& l, const bf16* attended, const bf
   });
   InputRows mlp_rows{normed, rows, hidden, hidden};
   for (int64_t i = 0, column = 0; i < 2 && l.gates[i].outputs; column += l.gates[i++].outputs)
-    multiply(l.gates[i], mlp_rows, nullptr, gates + column, 2 * intermediate);
+    multiply<bf16>(l.gates[i], mlp_rows, nullptr, gates + column, 2 * intermediate);
   for_each_row(rows, [&](int64_t r) {
     gate_row(gates + r * 2 * intermediate, intermediate, l.activation, gated + r * intermediate);
   });
   InputRows down_rows{gated, rows, intermediate, intermediate};
-  multiply(l.down, down_rows, nullptr, normed, hidden);
+  multiply<bf16>(l.down, down_rows, nullptr, normed, hidden);
   for_each_row(rows, [&](int64_t r) {
     bf16 *out = normed + r * hidden, *to = y + r * hidden;
     if (after_mlp) norm_row(out, nullptr, nullptr, after_mlp, l.eps, hidden, out);

@@ -3,8 +3,8 @@
 // Inputs are rounded to 8 bits by groups of 32 (inputs.h), a group's products are summed as integers (dot.h), and a
 // row's groups are added in order:
 //   sum = fma(scale of weights * scale of inputs, integer sum, sum), then sum = fma(offset, inputs' sum, sum).
-// With bfloat16 and float16 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in the
-// order of inputs.
+// With bfloat16, float16 and float32 weights the inputs are not rounded, and a sum is a chain of fused multiply-adds in
+// the order of inputs. A product of two float32 is not exact, so that with these `plain` fuses as well.
 // Either way an output's bits depend on its row and its weights, and on nothing else.
 #pragma once
 
@@ -146,13 +146,18 @@ static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup
   }
 }
 
-// ---- weights of 16 bits --------------------------------------------------------------------------------------------
+// ---- weights without blocks -----------------------------------------------------------------------------------------
 
 template <int KIND, int R> static void float_rows(const uint8_t* panel, int64_t inputs, const float* x, float* out) {
   vf sums[R];
   UNROLLED for (int r = 0; r < R; r++) sums[r] = vset(0.0f);
-  for (int64_t i = 0; i < inputs; i += 2, panel += 64) {
+  for (int64_t i = 0; i < inputs; i += LAYOUTS[KIND].unit, panel += 64) {
     if (R == 1) __builtin_prefetch(panel + 2048);
+    if constexpr (KIND == KV_F32) {
+      const vf weights = vload((const float*)panel);
+      UNROLLED for (int r = 0; r < R; r++) sums[r] = vfma(weights, vset(x[r * inputs + i]), sums[r]);
+      continue;
+    }
     const vf even = KIND == KV_F16 ? vload_half((const uint16_t*)panel) : vpairs_low(panel);
     const vf odd = KIND == KV_F16 ? vload_half((const uint16_t*)panel + PANEL) : vpairs_high(panel);
     UNROLLED for (int r = 0; r < R; r++) {
@@ -173,9 +178,12 @@ static void float_rows_of_panel(const uint8_t* panel, int64_t inputs, const floa
 
 // ---- a matrix -------------------------------------------------------------------------------------------------------
 
-static void store_outputs(const float* out, int rows, const bf16* bias, int64_t width, bf16* y, int64_t y_stride) {
+template <class T>
+static void store_outputs(const float* out, int rows, const T* bias, int64_t width, T* y, int64_t y_stride) {
   for (int r = 0; r < rows; r++, out += PANEL, y += y_stride) {
-    if (width == PANEL) {
+    if constexpr (sizeof(T) == 4) {
+      for (int64_t i = 0; i < width; i++) y[i] = bias ? out[i] + bias[i] : out[i];
+    } else if (width == PANEL) {
       vf v = vload(out);
       vstore_bf16(y, bias ? v + vload_bf16(bias) : v);
     } else
@@ -212,9 +220,11 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
   }
 }
 
-static void multiply(const KvMatrix& m, InputRows& x, const bf16* bias, bf16* y, int64_t y_stride) {
+template <class T> static void multiply(const KvMatrix& m, InputRows& x, const T* bias, T* y, int64_t y_stride) {
   const bool floats = !has_blocks(m.kind);
-  const auto of_floats = m.kind == KV_F16 ? float_rows_of_panel<KV_F16> : float_rows_of_panel<KV_BF16>;
+  const auto of_floats = m.kind == KV_F16   ? float_rows_of_panel<KV_F16>
+                         : m.kind == KV_F32 ? float_rows_of_panel<KV_F32>
+                                            : float_rows_of_panel<KV_BF16>;
   x.prepare(!floats);
   if (!x.data) return;
   RowsOfPanel of_panel = rows_of_kind(m.kind);
@@ -252,7 +262,11 @@ static KvStatus product(const KvMatrix* m, KvArray x, KvArray bias, KvArray y, i
   add_needs(*m, rows, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
   InputRows inputs{numbers<bf16>(x), rows, m->inputs, m->inputs};
-  with_team(rows <= MAX_DIRECT_ROWS, [&] { multiply(*m, inputs, numbers<bf16>(bias), numbers<bf16>(y), y_stride); });
+  if (x.type == KV_FLOAT32) inputs.data = x.data;  // they are as they are read
+  with_team(rows <= MAX_DIRECT_ROWS, [&] {
+    if (x.type == KV_FLOAT32) multiply(*m, inputs, numbers<float>(bias), numbers<float>(y), y_stride);
+    else multiply(*m, inputs, numbers<bf16>(bias), numbers<bf16>(y), y_stride);
+  });
   return KV_DONE;
 }
 

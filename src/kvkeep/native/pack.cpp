@@ -103,14 +103,14 @@ void read_unit(int64_t kind, const uint8_t* unit, int lane, BlockParts& u) {
   if (l.offsets) memcpy(&u.offset, rest + 32 + lane * 2, 2);
 }
 
-// Two weights of 16 bits, which lie together in a file.
+// Two weights of 16 bits, which lie together in a file, or one of 32.
 const uint8_t zeros[4] = {};
 void write_pair(int64_t kind, const uint8_t* pair, int lane, uint8_t* unit) {
-  if (kind == KV_BF16) { memcpy(unit + lane * 4, pair, 4); return; }
+  if (kind != KV_F16) { memcpy(unit + lane * 4, pair, 4); return; }
   for (int i = 0; i < 2; i++) memcpy(unit + i * 32 + lane * 2, pair + 2 * i, 2);
 }
 void read_pair(int64_t kind, const uint8_t* unit, int lane, uint8_t* pair) {
-  if (kind == KV_BF16) { memcpy(pair, unit + lane * 4, 4); return; }
+  if (kind != KV_F16) { memcpy(pair, unit + lane * 4, 4); return; }
   for (int i = 0; i < 2; i++) memcpy(pair + 2 * i, unit + i * 32 + lane * 2, 2);
 }
 
@@ -235,6 +235,7 @@ KvStatus kvkeep_rows(const KvMatrix* matrix, KvArray chosen, KvArray to) {
       if (!has_blocks(matrix->kind)) {
         uint8_t pair[4];
         read_pair(matrix->kind, from + u * 64, lane, pair);
+        if (matrix->kind == KV_F32) { memcpy(rows + u, pair, 4); continue; }
         for (int i = 0; i < 2; i++) {
           uint16_t bits;
           memcpy(&bits, pair + 2 * i, 2);

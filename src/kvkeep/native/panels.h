@@ -22,7 +22,7 @@
 //   IQ3_S: 8 with the ninth bits of indices, 4 with two scales of groups each;
 //   IQ1_S, IQ1_M: 16 with high bits of indices and signs of what is added (IQ1_S: and scales), two of a group;
 //   IQ1_M: 4 and 2 with the low eight and the high four bits of the scales of two groups.
-// bfloat16: [inputs / 2][16 lanes][2]; float16: [inputs][16 lanes].
+// bfloat16: [inputs / 2][16 lanes][2]; float16 and float32: [inputs][16 lanes].
 #pragma once
 
 #include "codebooks.h"
@@ -91,11 +91,12 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
     {5, 16, false, 256, 64, 8 * 64 + 384, 56, true, IQ1_VALUES, entries_of(kv_iq1, 8, 4, 0.125f)},   // IQ1_M
     {2, 1, false, 256, 104, 8 * 104 + 32, 54},  // TQ1_0
     {2, 1, false, 256, 128, 8 * 128 + 32, 66},  // TQ2_0
+    {32, 0, false, 1, 0, 64, 4},                          // F32
 };
 
 constexpr int PANEL = KV_PANEL_OUTPUTS;
 
-inline bool has_blocks(int64_t kind) { return kind != KV_BF16 && kind != KV_F16; }
+inline bool has_blocks(int64_t kind) { return kind != KV_BF16 && kind != KV_F16 && kind != KV_F32; }
 constexpr bool has_codebook(int64_t kind) { return LAYOUTS[kind].entries.codes != nullptr; }
 inline bool is_kind(int64_t kind) { return kind >= 0 && kind < KV_KINDS; }
 inline int64_t panel_bytes(int64_t kind, int64_t inputs) {

@@ -84,8 +84,8 @@ TILE_ENTRIES = CONSTANTS["KV_TILE_ENTRIES"]
 MAX_DIM = CONSTANTS["KV_MAX_DIM"]
 """The largest width of a key or a value."""
 _KINDS = (
-    "BF16", "F16", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS",
-    "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0",
+    "BF16", "F16", "F32", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL",
+    "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0",
 )  # fmt: skip
 KIND_NUMBERS = {kind: CONSTANTS[f"KV_{kind}"] for kind in _KINDS}
 """KvKind: how a matrix is stored."""

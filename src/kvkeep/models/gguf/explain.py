@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from kvkeep.models.gguf.facts import reason
 from kvkeep.models.gguf.model import GgufModel, read_model
 from kvkeep.models.gguf.tensors import CONFIGURING, GgufTensor
+from kvkeep.models.matrices import built, in_float32
 
 _OTHERS = ("use_cache", "initializer_range", "pretraining_tp", "transformers_version", "dtype")
 """Settings of a config that no file states."""
@@ -28,12 +30,13 @@ def explain(file: Path, pre: str | None = None) -> dict[str, Any]:
     for weight in model.tensors.values():
         for part in weight.parts:
             weights.setdefault(part.name, []).append(weight)
+    wide = re.compile("|".join(in_float32(built(model.config))))
     tensors = []
     for name, stored in facts.tensors.items():
         shown: dict[str, Any] = {"name": name, "kind": stored.kind, "shape": stored.shape}
         holds = weights.get(name, [])
         became = " and ".join(one.to for one in holds) or CONFIGURING.get(name, f"nothing: {facts.unused(name)}")
-        memory = sorted({stored.kind if one.packs else "BF16" for one in holds})
+        memory = sorted({stored.kind if one.packs else "F32" if wide.search(one.to) else "BF16" for one in holds})
         tensors.append(shown | {"became": became, "in_memory": ", ".join(memory)})
 
     def used(key: str) -> str | None:
