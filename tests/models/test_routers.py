@@ -57,9 +57,13 @@ ROUTERS = {
 @pytest.mark.parametrize("family", ROUTERS)
 def test_a_router_sends_a_row_to_the_same_experts_beside_many_others(family: str, tmp_path: Path) -> None:
     """Eight experts: torch computes the sigmoid of one row, or of the last rows, in another way than of many."""
-    model: Any = load(saved(mixture(family), tmp_path), weights="bfloat16", device="cpu").model
-    router = next(one for one in model.modules() if type(one).__name__ == ROUTERS[family])
+    plain = mixture(family)
+    model: Any = load(saved(plain, tmp_path), weights="bfloat16", device="cpu").model
+    name, router = next(pair for pair in model.named_modules() if type(pair[1]).__name__ == ROUTERS[family])
     assert isinstance(router.weight, RouterWeight) and isinstance(router.forward, Routed)
+    kept = torch.bfloat16 if family in ("minimax_m2", "qwen3_moe") else torch.float32
+    assert router.weight.dtype == kept and torch.equal(router.weight, plain.get_submodule(name).weight.to(kept))
+    assert all(one.dtype == torch.float32 for name, one in model.named_buffers() if name.endswith("correction_bias"))
     x = torch.randn(3001, router.weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
     biases = [torch.rand(8)] if family == "minimax_m2" else []
     with torch.no_grad():

@@ -74,14 +74,13 @@ def outer(model: Any) -> set[str]:
     return {name for name, module in matrices(model).items() if module is head or isinstance(module, nn.Embedding)}
 
 
-RECURRENCES = ("A_log", "D", "dt_bias")
-"""The names of a recurrent module's small weights, which say how fast its states decay."""
-
-
 def in_float32(model: Any) -> set[str]:
     """Return patterns (re) of the names of weights that stay in float32 beside bfloat16: those that transformers keeps
-    so (routers and their biases, in most families), and those of recurrent modules."""
-    return {*(model._keep_in_fp32_modules_strict or ()), *(rf"\.{name}$" for name in RECURRENCES)}
+    so (the routers of many families), and small ones that decide which experts are chosen, and how fast the states of
+    Mamba-2 and of gated delta nets decay."""
+    modules = [name for name, module in model.named_modules() if hasattr(module, "dt_bias")]
+    found = {f"{name}.{one}$" for name in modules for one in ("A_log", "D", "dt_bias")}
+    return found | {"e_score_correction_bias", "expert_bias", *(model._keep_in_fp32_modules_strict or ())}
 
 
 def packed_bits(bits: int, outside: bool) -> int:

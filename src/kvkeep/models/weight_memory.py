@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvkeep.budget import size
 from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.experts import experts_of
 from kvkeep.models.gguf.tensors import GgufTensor
-from kvkeep.models.matrices import built, matrices, outer, packed_bits
+from kvkeep.models.matrices import built, in_float32, matrices, outer, packed_bits
 from kvkeep.models.model_names import FORMATS
 from kvkeep.models.packed import GROUP, KINDS, Kind
 from kvkeep.native.library import library
@@ -73,6 +74,7 @@ def weight_bytes(config: Any, made: Format, stored: GgufTensors = None) -> int:
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())
     experts = experts_of(model) if made.packed else {}
+    wide = re.compile("|".join(in_float32(model)))
     total = 0
     for name, weight in model.named_parameters():
         place, kind = name.removesuffix(".weight"), None
@@ -82,7 +84,8 @@ def weight_bytes(config: Any, made: Format, stored: GgufTensors = None) -> int:
             packs, inputs = True, form.shape(weight.shape)[-1]
         if made.bits in QUANTISED and packs and inputs % GROUP == 0:
             kind = KINDS[QUANTISED[packed_bits(made.bits, place in outside)]]
-        total += _bytes(weight.numel(), 8 * weight.element_size(), kind)
+        stays = made.packed and not packs and wide.search(name) is not None
+        total += _bytes(weight.numel(), 32 if stays else 8 * weight.element_size(), kind)
     return total
 
 
