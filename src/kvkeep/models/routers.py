@@ -59,7 +59,7 @@ class RowSigmoid(TorchFunctionMode):
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute a function of torch."""
-        if func in (torch.sigmoid, Tensor.sigmoid) and args[0].dtype == torch.float32:
+        if func in (torch.sigmoid, Tensor.sigmoid) and args and args[0].dtype == torch.float32:
             return 1 / (1 + (-args[0]).exp())
         return func(*args, **(kwargs or {}))
 
@@ -87,7 +87,8 @@ def replace_routers(model: Any) -> None:
             continue
         module.weight = made = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
         for biases in ((), (torch.zeros(len(weight)),)):  # some are given the biases of the choice
-            with trial("a router"):
-                module(torch.zeros(2, weight.shape[1], dtype=torch.bfloat16), *biases)
+            if made.packed is None:
+                with trial("a router"):
+                    module(torch.zeros(2, weight.shape[1], dtype=torch.bfloat16), *biases)
         if made.packed is None:
             module.weight = weight

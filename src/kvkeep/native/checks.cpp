@@ -331,7 +331,8 @@ bool outputs_fit(const KvMatrix& m, const KvArray& outputs, const KvArray& rows)
 bool product_fits(const KvMatrix& m, const KvArray& x, const KvArray& bias, const KvArray& y, int64_t y_stride) {
   if (!matrix_fits(m)) return false;
   const int64_t type = m.kind == KV_F32 && x.type == KV_FLOAT32 ? KV_FLOAT32 : KV_BFLOAT16;
-  RULE(holds(x, type, x.length) && x.length % m.inputs == 0, "inputs of a matrix must be bfloat16 rows of its width");
+  RULE(holds(x, type, x.length) && x.length % m.inputs == 0,
+       "inputs of a matrix must be rows of its width, in bfloat16, or in float32 if the matrix is");
   RULE(holds_or_nothing(bias, type, m.outputs), "biases must be of each output, and of the type of inputs");
   const Wide rows = x.length / m.inputs;
   RULE(is_size(y_stride) && y_stride >= m.outputs &&
