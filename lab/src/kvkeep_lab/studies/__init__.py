@@ -21,6 +21,7 @@ from kvkeep_lab.studies.prove import Prove
 from kvkeep_lab.studies.reactivation import ReactivationStudy
 from kvkeep_lab.studies.rebuilt import Rebuilt
 from kvkeep_lab.studies.recompute import Recompute
+from kvkeep_lab.studies.rotated_values import RotatedValues
 from kvkeep_lab.studies.rotation import RotationStudy
 from kvkeep_lab.studies.same_tokens import SameTokens
 from kvkeep_lab.studies.sketch_attention import SketchAttention
@@ -36,7 +37,7 @@ _LISTED: tuple[type[Study], ...] = (
     *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, ConversationBytes, EffectiveRank),
     *(WindowRecompute, Recompute),
     *(Decoding, ReactivationStudy, Throughput, SketchError, SketchAttention, SpectraStudy, AlignmentStudy),
-    *(MergingCost, BoundsStudy, RotationStudy),
+    *(MergingCost, BoundsStudy, RotationStudy, RotatedValues),
     *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy, AgentDay, Drafting),
 )
 
