@@ -102,7 +102,7 @@ class RotatedValues(Study):
     tokens: Count = Field(512, description="tokens of a passage")
     new: int = Field(24, ge=2, description="tokens that continue a passage")
     passages: Count = Field(1, description="number of passages")
-    length: int = Field(1024, ge=64, description="tokens of the text with needles, answer included")
+    length: int = Field(512, ge=64, description="tokens of the text with needles, answer included")
     questions: int = Field(2, ge=1, le=KINDS["essays"].keys, description="number of needles that are asked for")
 
     def sources(self, data: Path | None) -> list[Path]:
@@ -110,9 +110,9 @@ class RotatedValues(Study):
 
     def measure(self, trial: Trial) -> RotatedAnswers:
         given, seed = (trial.tokenizer, trial.sources), trial.seed or 0
-        match = Match(length=[self.tokens], new=self.new, samples=self.passages)
+        match = Match.model_validate({"length": [self.tokens], "new": self.new, "samples": self.passages})
         passages = list(enumerate(match.prepare(*given, {"length": self.tokens}, seed)))
-        needles = Needles(length=[self.length], samples=1)
+        needles = Needles.model_validate({"length": [self.length], "samples": 1})
         prepared = needles.prepare(*given, {"length": self.length, "kind": "essays", "question": "unseen"}, seed)
         questions = prepared[:: len(prepared) // self.questions][: self.questions]
         rows: list[RotatedRow] = []
@@ -183,7 +183,7 @@ def rotated_values(model: Any) -> Iterator[None]:
     with torch.no_grad():
         try:
             for layer in adapter.layers:
-                attention = getattr(layer, "self_attn", None)
+                attention: Any = getattr(layer, "self_attn", None)
                 for name in ("v_proj", "o_proj"):
                     if (module := getattr(attention, name, None)) is None:
                         raise UnsupportedModelError(f"'{adapter.family}' has no {name} of its own to rotate values.")
