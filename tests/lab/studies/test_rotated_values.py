@@ -68,10 +68,10 @@ def test_codes_of_a_large_channel_cost_less_where_it_is_rotated() -> None:
 
     def kl() -> float:
         texts = [
-            [logits for logits, _ in read(model, IDS, cache_for(model, *case, 104), 8, [7] * 8)]
-            for case in (("full", None), ("h2o+quantize:2,exact=1+oneshot", "100%"))
+            [logits for logits, _ in read(model, IDS, cache_for(model, method, budget, 104), 8, [7] * 8)]
+            for method, budget in (("full", None), ("h2o+quantize:2,exact=1+oneshot", "100%"))
         ]
-        return fmean(judge(*pair, 7).kl for pair in zip(*texts, strict=True))
+        return fmean(judge(expected, found, 7).kl for expected, found in zip(*texts, strict=True))
 
     plain = kl()
     with rotated_values(model):
