@@ -101,7 +101,7 @@ class RotatedValues(Study):
 
     tokens: Count = Field(512, description="tokens of a passage")
     new: int = Field(24, ge=2, description="tokens that continue a passage")
-    passages: Count = Field(1, description="number of passages")
+    passages: Count = Field(3, description="number of passages")
     length: int = Field(512, ge=64, description="tokens of the text with needles, answer included")
     questions: int = Field(2, ge=1, le=KINDS["essays"].keys, description="number of needles that are asked for")
 
