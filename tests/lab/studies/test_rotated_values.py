@@ -13,7 +13,7 @@ from conftest import WORDS
 from families import tiny
 from kvkeep_lab.reading import cache_for, read
 from kvkeep_lab.reference import judge
-from kvkeep_lab.studies.rotated_values import rotated_values
+from kvkeep_lab.studies.rotated_values import CASES, RotatedAnswers, RotatedRow, RotatedValues, rotated_values
 from kvkeep_lab.studies.rotation import hadamard
 from transformers import DynamicCache
 
@@ -90,3 +90,23 @@ def test_other_weights_are_refused_and_nothing_is_changed(model_folder: Path) ->
     with pytest.raises(UnsupportedModelError, match="float32 and bfloat16"), rotated_values(model):
         pass
     assert torch.equal(passed(model)[0], logits)
+
+
+def test_passages_of_several_seeds_are_one_sample_in_a_table() -> None:
+    def answers(*factors: float) -> RotatedAnswers:
+        plain = [0.5 for _ in factors]
+        rotated = [0.5 * factor for factor in factors]
+        names = ("full", *CASES)
+        return RotatedAnswers(
+            [
+                RotatedRow(name, turned, rotated if turned else plain, [-1.0], [1.0])
+                for turned in (False, True)
+                for name in names
+            ]
+        )
+
+    study = RotatedValues()
+    shown = study.joined([answers(0.5), answers(2.0, 1.0)])
+    assert study.scores(shown)["revive"] == pytest.approx(0)
+    assert all("1.00 [" in row[3] for row in study.tables(shown)[0].rows)
+    assert shown.rows[0].loglik == [-1.0, -1.0]

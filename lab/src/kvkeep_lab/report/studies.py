@@ -64,12 +64,14 @@ class StudyGroup(Group):
         study = self.experiment.study
         if self.values:
             yield self._numbers().markdown()
-        if len(self.found) > 1:
-            yield "In brackets: Student's 95 % interval over seeds. Tables and figure show the first seed."
         if self.found:
-            yield from (table.markdown() for table in study.tables(self.found[0]))
+            shown = study.joined(self.found)
+            if len(self.found) > 1:
+                seeds = "the first seed" if shown is self.found[0] else "all seeds"
+                yield f"In brackets: Student's 95 % interval over seeds. Tables and figure show {seeds}."
+            yield from (table.markdown() for table in study.tables(shown))
             if isinstance(study, Drawn):
-                yield Picture(self.name, self.title, partial(study.draw, self.found[0], title=self.title))
+                yield Picture(self.name, self.title, partial(study.draw, shown, title=self.title))
         yield from self.measuring(study.protocol)
 
     def _numbers(self) -> Table:

@@ -196,6 +196,10 @@ class Study(BaseModel, ABC):
         """Return the available numbers of ``metrics``."""
         return {}
 
+    def joined(self, found: Sequence[Any]) -> Any:
+        """Return the results that a report shows of those of several seeds: the first ones, or all as one."""
+        return found[0]
+
     def problem(self, found: Any) -> str | None:
         """Return the error with which a command exits after it shows the results; None without an error."""
         return None

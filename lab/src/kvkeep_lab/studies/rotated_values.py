@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -25,11 +25,11 @@ from kvkeep.models.binding import bind
 from kvkeep.models.packed import PackedLinear, quantised
 from kvkeep_lab.reading import Readings, cache_for, read, read_text
 from kvkeep_lab.reference import ReferenceCase, judge
-from kvkeep_lab.statistics import where
+from kvkeep_lab.statistics import estimate, where
 from kvkeep_lab.studies.base import Count, Study, Trial
 from kvkeep_lab.studies.rotation import hadamard
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tables import Table, number, percent
+from kvkeep_lab.tables import Table, number, percent, spread
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.tasks.match import Match
 from kvkeep_lab.tasks.needles import KINDS, Needles
@@ -74,14 +74,10 @@ class RotatedAnswers:
         plain, rotated = where(self.rows, case=case)
         return plain, rotated
 
-
-def _metrics() -> Iterator[Metric]:
-    for case in CASES:
-        yield Metric(f"kl_{case}", f"KL, {case}", "lower", "number", least=0.0)
-        yield Metric(f"ratio_{case}", f"ln of that KL's factor by rotated values, {case}", "lower", "number")
-    for case in (FULL.method, *CASES):
-        yield Metric(f"loglik_{case}", f"ln p of needles, {case}", kind="number")
-        yield Metric(f"more_{case}", f"ln p of needles, {case}, more with rotated values", kind="number")
+    def factors(self, case: str) -> list[float]:
+        """Return ln of the factor by which rotated values change the KL of each passage."""
+        pairs = zip(*(row.kl for row in self.pair(case)), strict=True)
+        return [math.log(rotated / plain) for plain, rotated in pairs if plain and rotated]
 
 
 class RotatedValues(Study):
@@ -96,7 +92,10 @@ class RotatedValues(Study):
         "are rotated by a Hadamard matrix as wide as a head (W_v) and outputs that are rotated back (W_o)."
     )
     found = RotatedAnswers
-    metrics: ClassVar[tuple[Metric, ...]] = tuple(_metrics())
+    metrics: ClassVar[tuple[Metric, ...]] = tuple(
+        Metric(case, f"ln of the factor by which rotated values change the KL, {case}", "lower", "number")
+        for case in CASES
+    )
     text = "needed"
 
     tokens: Count = Field(512, description="tokens of a passage")
@@ -143,31 +142,37 @@ class RotatedValues(Study):
         return [logits for logits, _ in read(model, prompt, first.cache, self.new, text, first)]
 
     def scores(self, found: RotatedAnswers) -> dict[str, float]:
-        scores = {}
-        for case in (FULL.method, *CASES):
-            plain, rotated = found.pair(case)
-            scores[f"loglik_{case}"] = fmean(plain.loglik)
-            scores[f"more_{case}"] = fmean(rotated.loglik) - fmean(plain.loglik)
-            if case in CASES:
-                scores[f"kl_{case}"] = fmean(plain.kl)
-                scores[f"ratio_{case}"] = math.log(fmean(rotated.kl) / fmean(plain.kl))
-        return scores
+        return {case: fmean(logs) for case in CASES if (logs := found.factors(case))}
+
+    def joined(self, found: Sequence[RotatedAnswers]) -> RotatedAnswers:
+        groups = zip(*(one.rows for one in found), strict=True)
+        return RotatedAnswers([reduce(_with, rows) for rows in groups])
 
     def tables(self, found: RotatedAnswers) -> list[Table]:
-        plain, _ = found.pair(FULL.method)
+        first = found.rows[0]
         table = Table(
-            f"{len(plain.kl)} passages of {self.tokens:,} tokens, {len(plain.match)} needles in {self.length:,}",
-            ["cache", "KL", "rotated", "by it", "ln p of needles", "rotated", "found", "rotated"],
-            notes=["KL in nats. Rotated: the same with rotated values."],
+            f"{len(first.kl)} passages of {self.tokens:,} tokens, {len(first.match)} needles in {self.length:,}",
+            ["cache", "KL", "rotated", "factor", "ln p of needles", "more", "found", "rotated"],
+            notes=[
+                "KL in nats. Rotated: with rotated values. Factor: the geometric mean over passages of the KL with "
+                "rotated values by that without. In brackets: 95 % bootstrap intervals over passages, or needles."
+            ],
         )
         for name, case in {FULL.method: FULL, **CASES}.items():
-            kl, logs, matches = (
-                [fmean(getattr(row, part)) for row in found.pair(name)] for part in ("kl", "loglik", "match")
-            )
-            ratio = number(kl[1] / kl[0]) if kl[0] else "-"
-            shown = [*map(number, kl), ratio, *map(number, logs), *map(percent, matches)]
-            table.rows.append([f"`{case.label}`", *shown])
+            pair = found.pair(name)
+            kl, logs, matches = ([fmean(getattr(row, part)) for row in pair] for part in ("kl", "loglik", "match"))
+            factors = found.factors(name)
+            factor = spread(estimate(factors) if factors else None, lambda value: f"{math.exp(value):.2f}")
+            more = [b - a for a, b in zip(*(row.loglik for row in pair), strict=True)]
+            shown = [*map(number, kl), factor, number(logs[0]), spread(estimate(more), lambda value: f"{value:+.2g}")]
+            table.rows.append([f"`{case.label}`", *shown, *(percent(value, 0) for value in matches)])
         return [table]
+
+
+def _with(one: RotatedRow, other: RotatedRow) -> RotatedRow:
+    """Return a row of the passages and needles of both."""
+    kl, loglik, match = one.kl + other.kl, one.loglik + other.loglik, one.match + other.match
+    return replace(one, kl=kl, loglik=loglik, match=match)
 
 
 def _divergence(expected: Sequence[Tensor], found: Sequence[Tensor], text: Sequence[int]) -> float:
