@@ -27,8 +27,11 @@ LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/n
 """The library is called, whatever it does."""
 CHECKS = ("passes/pass_owner.py", "step/checks.py")
 """A thread and a step are checked."""
-MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py", "engine/sampling.py")
-"""The model computes, and a token is chosen."""
+MODEL = (
+    "models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py", "step/sinks.py",
+    "engine/sampling.py",
+)  # fmt: skip
+"""The model computes, its sinks are looked up, and a token is chosen."""
 BESIDE = (
     "errors.py", "decode/texts.py", "serve/http/connection.py", "serve/http/errors.py", "serve/http/metrics.py",
     "serve/beginnings.py", "serve/session_storage.py", "blocks/value.py", "serve/http/keys.py", "engine/stops.py",
