@@ -97,7 +97,7 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
 constexpr int PANEL = KV_PANEL_OUTPUTS;
 
 inline bool has_blocks(int64_t kind) { return kind != KV_BF16 && kind != KV_F16 && kind != KV_F32; }
-constexpr bool has_codebook(int64_t kind) { return LAYOUTS[kind].entries.codes != nullptr; }
+constexpr bool has_codebook(int64_t kind) { return LAYOUTS[kind].entries.weights > 0; }
 inline bool is_kind(int64_t kind) { return kind >= 0 && kind < KV_KINDS; }
 inline int64_t panel_bytes(int64_t kind, int64_t inputs) {
   return inputs / LAYOUTS[kind].unit * LAYOUTS[kind].unit_bytes;
