@@ -237,7 +237,7 @@ def test_merged_pairs_are_reported(call: Run) -> None:
         ("analyse kept", "-x full,h2o", "takes no budget"),
         ("bench", "--contexts x", "--contexts 'x' is not understood"),
         ("bench", "--clock sun", "'wall' or 'processor'"),
-        ("bench", "--peers lama.cpp", "--peers: Unknown peer 'lama.cpp': did you mean llama.cpp or ik_llama.cpp? known are"),
+        ("bench", "--peers lama.cpp", "--peers: Unknown peer 'lama.cpp': did you mean llama.cpp or ik_llama.cpp?"),
         ("bench", "--process --peers vllm", "leave --peers and --clock out"),
         ("bench", "--peers vllm --clock processor", "leave out --clock or --peers"),
         ("compare", "-x kvdirect", "did you mean kv-direct"),
