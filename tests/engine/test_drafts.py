@@ -13,15 +13,13 @@ import torch
 from conftest import saved, tokenizer
 from families import tiny
 from helpers import prompt
-from hypothesis import given
-from hypothesis import strategies as st
 from scripted import END, byte_level, scripted
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.engine import drafts
+from kvkeep.engine import copied_text, drafts
 from kvkeep.engine.answer import Answer, Ask, Scheduler
-from kvkeep.engine.drafts import CopiedText, Copies, PassPrices, can_draft
+from kvkeep.engine.drafts import Copies, PassPrices, can_draft
 from kvkeep.engine.forms import of_regex
 from kvkeep.engine.grammar import Grammar, vocabulary
 from kvkeep.engine.sampling import Sampling
@@ -53,7 +51,8 @@ def cheap(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
     """Every row costs next to nothing, and drafts are thought to be right: many are read, and many are wrong."""
     monkeypatch.setattr(PassPrices, "of", lambda self, rows: 1 + CHEAP * rows)
     monkeypatch.setattr(drafts, "GUESSES", 1000)
-    monkeypatch.setattr(drafts, "GRAM", 1)
+    for module in (copied_text, drafts):
+        monkeypatch.setattr(module, "GRAM", 1)
 
 
 def answer(model: Any, ids: Sequence[int], kind: str, **given: Any) -> Answer:
@@ -198,23 +197,6 @@ def test_what_cannot_be_taken_back_or_has_other_bits_has_no_drafts(folder: Path)
 
 
 # -- copies and prices ------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 6))
-def test_a_copy_follows_the_longest_of_the_newest_occurrences(tokens: list[int], count: int) -> None:
-    text, end = CopiedText(tokens), len(tokens)
-
-    def matching(source: int) -> int:
-        return next((n for n in range(source) if tokens[source - 1 - n] != tokens[end - 1 - n]), source)
-
-    sources = [source for source in range(end - 1, 0, -1) if matching(source) >= drafts.GRAM][: drafts.OCCURRENCES]
-    found, match = text.copy(count)
-    if end < drafts.GRAM or not sources:
-        assert not found and not match
-        return
-    best = max(sources, key=lambda source: (min(matching(source), drafts.LONGEST_MATCH), source))
-    assert match == min(matching(best), drafts.LONGEST_MATCH)
-    assert found == [(tokens[best:] * count)[number] for number in range(count)]
 
 
 def test_a_price_lies_between_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ token that a step would have chosen. A draft that differs from it is removed wit
 not depend on its drafts, greedy or sampled.
 
 Drafts are copied from the text: what followed its longest earlier occurrence of the last tokens (prompt lookup, Saxena,
-2023; SuffixDecoding, arXiv:2411.04975). How many are read at once follows the measured price of a pass and the chance
-that they are right.
+2023; SuffixDecoding, arXiv:2411.04975), or what follows in a part that the answer rewrites. How many are read at once
+follows the measured price of a pass and the chance that they are right.
 """
 
 from __future__ import annotations
@@ -14,27 +14,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from kvkeep import report
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.engine.batch import Read
+from kvkeep.engine.copied_text import GRAM, LONGEST_MATCH, CopiedText, Rewriting
 from kvkeep.engine.pacing import Acceptance
 from kvkeep.memory.rows import BLOCK
 from kvkeep.stores.recurrent import NOTES
 
-GRAM = 3
-"""The number of tokens that must match before a copy."""
 LONGEST = 15
 """The maximum number of drafts of a pass."""
-OCCURRENCES = 8
-"""The number of earlier occurrences of the last tokens that are compared, the newest first."""
-LONGEST_MATCH = 32
-"""The number of tokens before an occurrence that are compared."""
 FORCED = 2 * LONGEST_MATCH
 """What stands for the match of tokens that a form wants."""
 PRICE_FORGET = 0.8
@@ -46,37 +41,6 @@ GUESSES = 3
 
 Drafts = Generator[Read, Tensor, Sequence[int]]
 """Yields what the model reads to draft, receives its logits (keep, vocabulary), and returns the drafts."""
-
-
-class CopiedText:
-    """The tokens of a text. Its memory is that of the tokens: they are searched, and not indexed."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = np.array(tokens, np.int32)  # grows; the first `_length` are the text
-        self._length = len(tokens)
-
-    def add(self, token: int) -> None:
-        """Append a token."""
-        if self._length == len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * self._length + LONGEST)
-        self._tokens[self._length] = token
-        self._length += 1
-
-    def copy(self, count: int) -> tuple[Sequence[int], int]:
-        """Return at most ``count`` tokens that followed the longest earlier occurrence of the last ones, and the number
-        of tokens that match before them. A copy that reaches the end of the text repeats."""
-        text, end, best, longest = self._tokens[: self._length], self._length, list[int](), 0
-        hits = np.full(max(0, end - GRAM), True)
-        for number in range(GRAM if len(hits) else 0):
-            hits &= text[number : end - GRAM + number] == text[end - GRAM + number]
-        for start in reversed(np.flatnonzero(hits)[-OCCURRENCES:]):
-            source = start + GRAM
-            limit = min(LONGEST_MATCH, source)
-            same = text[source - limit : source][::-1] == text[end - limit : end][::-1]
-            match = limit if same.all() else int(same.argmin())
-            if match > longest:
-                best, longest = text[source + np.arange(count) % (end - source)].tolist(), match
-        return best, longest
 
 
 @dataclass
@@ -138,9 +102,9 @@ class Copies(Drafter):
     ) -> None:
         super().__init__(prices)
         self._text, self._forced = CopiedText(prompt), forced
+        self._rewriting = Rewriting(self._text)
         self._chances = dict[int, Acceptance]()
-        self._chance: Acceptance | None = None  # of the last copy
-        self._copy: Sequence[int] = ()  # the last drafts, and those that were not worth their price
+        self._copies: list[tuple[Sequence[int], Acceptance]] = []  # that the last pass could have read
 
     def drafts(self, tokens: Sequence[int], limit: int) -> Drafts:
         """Return the drafts of :meth:`copy`, without a pass."""
@@ -149,32 +113,40 @@ class Copies(Drafter):
 
     def copy(self, tokens: Sequence[int], limit: int) -> tuple[Sequence[int], float]:
         """Return the drafts, and the expected tokens per unit of price of the pass that reads them; 0 without any."""
-        limit, self._copy = min(limit, LONGEST), ()
+        limit, self._copies = min(limit, LONGEST), []
         if limit < 1:
             return (), 0.0
-        drafts, match = (() if self._forced is None else self._forced(tokens)[:limit]), FORCED
-        if not drafts:
-            drafts, match = self._text.copy(limit)
-        if not drafts:
-            return (), 0.0
-        chance = self._chances.setdefault(_bucket(match), _first_guess(match))
-        self._chance, self._copy, others = chance, drafts, self.prices.others
+        best: Sequence[int] = ()
+        others, best_rate = self.prices.others, 0.0
+        for drafts, match in self._found(tokens, limit):
+            chance = self._chances.setdefault(_bucket(match), _first_guess(match))
+            self._copies.append((drafts, chance))
+            # The expected tokens per unit of price, all answers of the pass together.
+            rates = [
+                (others + chance.tokens(count)) / self.prices.of(1 + others + count) for count in range(len(drafts) + 1)
+            ]
+            count = rates.index(max(rates))
+            if count and rates[count] > best_rate:
+                best, best_rate = drafts[:count], rates[count]
+        return best, best_rate
 
-        def rate(count: int) -> float:
-            """Return the expected tokens per unit of price, all answers of the pass together."""
-            return (others + chance.tokens(count)) / self.prices.of(1 + others + count)
-
-        count = max(range(len(drafts) + 1), key=rate)
-        return drafts[:count], rate(count) if count else 0.0
+    def _found(self, tokens: Sequence[int], limit: int) -> list[tuple[Sequence[int], int]]:
+        """Return what may be copied, at most ``limit`` tokens each, and the number of tokens that match before it."""
+        if self._forced is not None and (forced := self._forced(tokens)[:limit]):
+            return [(forced, FORCED)]
+        rewritten, copied = self._rewriting.copy(limit), self._text.copy(limit)
+        if rewritten[0] == copied[0]:
+            return [max(rewritten, copied, key=itemgetter(1))] if copied[0] else []
+        return [one for one in (rewritten, copied) if one[0]]
 
     def learn(self, drafted: int, taken: Sequence[int], exact: Sequence[Tensor]) -> None:
-        """Judge the last copy, and add the tokens to the text."""
-        judged = min(len(self._copy), len(taken))
-        if self._chance is not None and judged:  # whether or not they were read: a text may begin to copy
-            wrong = (number for number in range(judged) if self._copy[number] != taken[number])
-            self._chance.note(next(wrong, judged), judged)
-        for token in taken:
-            self._text.add(token)
+        """Judge the last copies, and add the tokens to the text."""
+        for copy, chance in self._copies:  # whether or not they were read: a text may begin to copy
+            judged = min(len(copy), len(taken))
+            wrong = (number for number in range(judged) if copy[number] != taken[number])
+            chance.note(next(wrong, judged), judged)
+        self._text.add(taken)
+        self._rewriting.follow(len(taken))
 
 
 def _bucket(match: int) -> int:
