@@ -35,7 +35,7 @@ class IkLlamaAnswerer:
 
     def load(self, program: str, source: str, threads: int, tokens: int) -> dict[str, Any]:
         """Store the options. Each server is started when it is first timed."""
-        sizes = ["-t", f"{threads}", "-tb", f"{threads}", "-c", f"{tokens}", "-np", "1", "-fa", "on"]
+        sizes = ["-t", f"{threads}", "-tb", f"{threads}", "-c", f"{tokens}", "-np", "1", "-fa", "on", "--log-disable"]
         self.command = [program, "-m", source, *sizes]
         said = subprocess.run([program, "--version"], capture_output=True, text=True)
         lines = [line for line in (said.stdout + said.stderr).splitlines() if line.startswith("version")]
