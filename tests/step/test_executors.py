@@ -283,6 +283,33 @@ def test_lanes_of_a_token_may_have_different_entries(sinks: Tensor | None) -> No
     assert torch.equal(alone[:, 1], found[:, 1])
 
 
+@pytest.mark.parametrize(("before", "tokens"), [(3, 2), (500, 16), (1030, 5)])
+def test_a_step_of_several_tokens_is_a_step_of_each(before: int, tokens: int) -> None:
+    """To the bit, in any blocks; entries that are written get slots and scores."""
+    bank, empty = torch.randn(2, 2, before + tokens, 16).bfloat16(), torch.full((2, before + tokens), -1)
+    query, key, value = torch.randn(1, 6, tokens + 3, 16).bfloat16(), *torch.randn(2, 1, 2, tokens + 3, 16).bfloat16()
+    sinks, seen = torch.randn(6), torch.rand(2, before + tokens) < 0.9
+
+    def planned(way: int, place: int, count: int) -> LayerStep:
+        keys, values, slots, scores = places[way]
+        spans = [Span(keys, values, 0, 2), Span(keys, values, 2, before + place + count)]
+        append, new_scores = Destination(keys, values, before + place, slots, scores), torch.tensor([0.5, 2.0])
+        return LayerStep(append, 9 + place, attend=spans, seen=seen, new_scores=new_scores, tokens=count)
+
+    places = [(*bank.clone(), empty.int(), empty.float()) for _ in range(3)]
+    whole, other = (planned(way, 0, tokens) for way in (0, 1))
+    found = native.run([whole], [2], query, key, value, 0.3, sinks)[:, 2 : 2 + tokens]
+    near = plain.run([other], [2], query, key, value, 0.3, sinks)[:, 2 : 2 + tokens]
+    assert_near(found, near, [bank[1], value])
+    assert_same_writes(whole, other)
+    for place in range(tokens):
+        one = planned(2, place, 1)
+        alone = native.run([one], [2 + place], query, key, value, 0.3, sinks)
+        assert torch.equal(alone[:, 2 + place], found[:, place])
+    assert_same_writes(whole, one)
+    assert places[0][2][:, before:].tolist() == [[*range(9, 9 + tokens)]] * 2
+
+
 def test_a_query_does_not_see_an_empty_place() -> None:
     """Entries that are left out of ``seen`` change nothing, whatever lies there."""
     keys, values = (torch.randn(2, 40, 8).bfloat16() for _ in "kv")
