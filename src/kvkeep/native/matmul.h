@@ -56,13 +56,17 @@ INLINE void sums_of_two(const I (&w)[8], const InputGroup& x, const InputGroup& 
 }
 #endif
 
+// Fetches what lies AHEAD of a group. The processor does so by itself only within a page, and only once it waits.
+constexpr int64_t AHEAD = 4096;
+template <int KIND> INLINE void fetch_ahead(const uint8_t* panel, int g) {
+  constexpr int BYTES = LAYOUTS[KIND].unit_bytes / Unit<KIND>::GROUPS;
+  UNROLLED for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(panel + AHEAD + g * BYTES + b);
+}
+
 // R rows with a panel, NV vectors of outputs from `lane` on; sums in registers. A group has `stride` rows.
 template <int KIND, int R, int NV>
 static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int stride, int lane, float* out) {
   constexpr KindLayout L = LAYOUTS[KIND];
-  // The processor fetches codes ahead by itself, as they are read in order. The next unit's scales, which are wanted
-  // before its codes are, it does not.
-  constexpr int CODES = Unit<KIND>::GROUPS * L.group_bytes;
   F sums[NV][R];
   UNROLLED for (int v = 0; v < NV; v++)
     UNROLLED for (int r = 0; r < R; r++) sums[v][r] = fset(0.0f);
@@ -70,7 +74,7 @@ static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, i
     Unit<KIND> unit[NV];
     UNROLLED for (int v = 0; v < NV; v++) unit[v] = Unit<KIND>::at(panel, lane + v * W);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += stride) {
-      if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
+      if (lane == 0) fetch_ahead<KIND>(panel, g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
         weights_of<KIND>(unit[v], g, w);
@@ -93,6 +97,7 @@ static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, 
   for (int64_t u = 0; u < units; u++, panel += L.unit_bytes) {
     const Unit<KIND> unit = Unit<KIND>::at(panel, lane);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += rows) {
+      if (lane == 0) fetch_ahead<KIND>(panel, g);
       I w[8];
       weights_of<KIND>(unit, g, w);
       const Scales scales = scales_of<KIND>(unit, g);
