@@ -399,9 +399,9 @@ SEVERAL = [
     (put("step.attention.causal_offset", COLUMNS - 3), "entries up to its own"),
     (put("step.attention.causal_offset", -1), "entries up to its own"),
     (put("step.attention.queries", COLUMNS + 1), "entries up to its own"),
-    (put("step.insert.ranks", array(torch.rand(LANES, COLUMNS))), "evicts none"),
-    (put("step.insert.evicted_keys", rows(bfloat16(LANES, 2, DIM))), "evicts none"),
-    (put("step.received", array(torch.zeros(LANES, COLUMNS))), "evicts none"),
+    (put("step.insert.ranks", torch.rand(LANES, COLUMNS)), "evicts none"),
+    (put("step.insert.evicted_keys", bfloat16(LANES, 2, DIM)), "evicts none"),
+    (put("step.received", torch.zeros(LANES, COLUMNS)), "evicts none"),
     (put("step.insert.column", COLUMNS - 1), "a column of its bank"),
     (put("tokens", 1), "some of the call"),
 ]
