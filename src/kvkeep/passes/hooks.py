@@ -67,7 +67,7 @@ class ForwardHooks:
         self.writes = Writes()
         """Which planned steps of this pass have written their entries."""
         self._open = False
-        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and their first tokens' indices
+        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and first tokens
         self._tokens = 0  # of the row
         self._residuals: list[SessionPass] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass

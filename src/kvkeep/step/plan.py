@@ -1,9 +1,9 @@
 """A step as data: where a new entry of each lane is written, which entry it evicts, what its query attends to, and
 which attention is recorded.
 
-:class:`LayerStep` describes the work of one decoded token in one layer before it is executed, or of several tokens whose
-entries take rows one after the other. Other tokens attend over :class:`Segment`, which may be masked or coded: those of prompts and padded batches, and those whose attention depends
-on how a store encodes the evicted entry.
+:class:`LayerStep` describes the work of one decoded token in one layer before it is executed, or of several tokens
+whose entries take rows one after the other. Other tokens attend over :class:`Segment`, which may be masked or coded:
+those of prompts and padded batches, and those whose attention depends on how a store encodes the evicted entry.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ def run(
     """Run one layer for the next tokens of each of several sessions: write their entries, and return their attention,
     (1, row, heads, value_dim). Places of the row without such a token get 0.
 
-    steps, tokens: the step of each session, and its first token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written. Raises
-    BadCall where a step does not fit its tensors.
+    steps, tokens: the step of each session, and its first token's place in the row. query: (1, heads, row, dim). key,
+    value: (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written.
+    Raises BadCall where a step does not fit its tensors.
     """
     writes = writes or Writes()
     for one, token in zip(steps, tokens, strict=True):

@@ -66,9 +66,9 @@ class Passes(Study):
     name = "passes"
     about = "time passes over several tokens of one text, or over one token of each of several sessions"
     protocol = (
-        "Caches read random token ids. A pass then reads further tokens, with logits of all of them, and the cache takes "
-        "them back. Passes of all sizes are interleaved: in each round, each size has one pass that is not timed and "
-        "several that are. Figures are medians. Ratios compare with a pass over one token of one text."
+        "Caches read random token ids. A pass then reads further tokens, with logits of all of them, and the cache "
+        "takes them back. Passes of all sizes are interleaved: in each round, each size has one pass that is not timed "
+        "and several that are. Figures are medians. Ratios compare with a pass over one token of one text."
     )
     found = AllPasses
     weights: ClassVar[str] = "auto"
@@ -107,7 +107,8 @@ class Passes(Study):
         cache = new_cache(trial.model, method, **options)
         if not isinstance(cache, KeepCache) or not can_draft(cache):
             raise UsageError(
-                f"Passes of '{method}' cannot be taken back with the same bits; use an exact method, and packed weights."
+                f"Passes of '{method}' cannot be taken back with the same bits; use an exact method, and packed "
+                "weights."
             )
         trial.model(random_ids(trial.model, context), cache=cache, use_cache=True, logits_to_keep=1)
         return [cache, *(cache.fork() for _ in range(count - 1))]

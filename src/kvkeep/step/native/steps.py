@@ -63,8 +63,8 @@ def run(
     """Run one layer for the next tokens of each of several sessions: write their entries, and return their attention,
     (1, row, heads, value_dim). Places of the row without such a token have arbitrary results.
 
-    steps, tokens: the step of each session, and its first token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written.
+    steps, tokens: the step of each session, and its first token's place in the row. query: (1, heads, row, dim). key,
+    value: (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written.
     """
     heads, row = query.shape[1:3]
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
@@ -91,8 +91,8 @@ def run_layers(
     (1, tokens, hidden).
 
     layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, the
-    steps of the tokens, in order. writes: notes which of them have written. x: (1, tokens, hidden), the input of the first layer. cos,
-    sin: (tokens, dim).
+    steps of the tokens, in order. writes: notes which of them have written. x: (1, tokens, hidden), the input of the
+    first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
     tokens = [*accumulate((step.tokens for step in steps[0][:-1]), initial=0)]
@@ -123,8 +123,9 @@ def _addresses(
     writes: Writes,
     shape: tuple[int, int, int] | None = None,
 ) -> list[list[int]]:
-    """Return where the steps of each layer lie in the library's form, whose first tokens are ``tokens``. shape: KV heads,
-    key_dim and value_dim of the new entries; None: the library knows them. Raises BadCall where a step has others."""
+    """Return where the steps of each layer lie in the library's form, whose first tokens are ``tokens``. shape: KV
+    heads, key_dim and value_dim of the new entries; None: the library knows them. Raises BadCall where a step has
+    others."""
     found = []
     for steps in layers:
         addresses: list[int] = []
