@@ -135,7 +135,8 @@ static void few_rows_of_panel(const uint8_t* panel, int64_t units, const InputGr
 template <int KIND>
 static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup* x, int rows, float* out) {
   const int64_t units = inputs / LAYOUTS[KIND].unit;
-  if constexpr (W == 16) {  // codes are unpacked for eight rows at a time: sums in memory would cost more
+  if constexpr (W == 16) {  // codes are unpacked for a tile, or eight rows: sums in memory would cost more
+    if (rows == ROW_TILE) return few_rows<KIND, ROW_TILE, 1>(panel, units, x, rows, 0, out);
     for (int r = 0; r < rows; r += FEW_ROWS)
       few_rows_of_panel<KIND>(panel, units, x + r, rows - r < FEW_ROWS ? rows - r : FEW_ROWS, rows, out + r * PANEL);
   } else if (rows <= FEW_ROWS) {
