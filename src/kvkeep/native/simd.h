@@ -59,9 +59,6 @@ INLINE F fsub(F a, F b) { return _mm512_sub_ps(a, b); }
 INLINE F fdiv(F a, F b) { return _mm512_div_ps(a, b); }
 INLINE F ffma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }  // a b + c
 INLINE F fmax_(F a, F b) { return _mm512_max_ps(a, b); }
-INLINE __m256 fhigh(F a) { return _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(a), 1)); }
-INLINE float fsum(F a) { return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(a), fhigh(a))); }
-INLINE float fmaximum(F a) { return maximum_of_eight(_mm256_max_ps(_mm512_castps512_ps256(a), fhigh(a))); }
 INLINE F fmin_(F a, F b) { return _mm512_min_ps(a, b); }
 INLINE I as_int(F a) { return _mm512_castps_si512(a); }
 INLINE F as_f(I a) { return _mm512_castsi512_ps(a); }
@@ -104,6 +101,11 @@ INLINE void int_to_bytes(int8_t* p, I v) {
   istore(i, v);
   for (int k = 0; k < 16; k++) p[k] = int8_t(i[k]);
 }
+INLINE __m256 high_eight(F a) {
+  float f[16];
+  fstore(f, a);
+  return _mm256_loadu_ps(f + 8);
+}
 INLINE I found(const uint32_t* table, I index) {
   int32_t i[16];
   istore(i, index);
@@ -118,8 +120,11 @@ INLINE I ubytes_to_int(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu
 INLINE I u16_to_int(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE void int_to_u16(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(v)); }  // v < 2^16
 INLINE void int_to_bytes(int8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(v)); }
+INLINE __m256 high_eight(F a) { return _mm512_maskz_extractf32x8_ps(0xff, a, 1); }
 INLINE I found(const uint32_t* table, I index) { return _mm512_i32gather_epi32(index, table, 4); }  // of each lane
 #endif
+INLINE float fsum(F a) { return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(a), high_eight(a))); }
+INLINE float fmaximum(F a) { return maximum_of_eight(_mm256_max_ps(_mm512_castps512_ps256(a), high_eight(a))); }
 // where x >= limit: v, else `other`
 INLINE F where_at_least(F x, F limit, F v, F other) {
   return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), v);
