@@ -78,7 +78,7 @@ class Passes(Study):
     methods: Annotated[list[OwnMethod], Flag("--method", "-x")] = Field(
         ["full", "kv-direct"], min_length=1, description="methods to measure, exact ones"
     )
-    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("12.5%", description=BUDGET)
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("25%", description=BUDGET)
     sessions: bool = Field(True, description="measure passes over several sessions, too")
     rounds: int = Field(5, ge=1, description="number of rounds")
     passes: int = Field(4, ge=1, description="timed passes of each size in a round")
