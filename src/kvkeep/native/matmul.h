@@ -56,7 +56,7 @@ INLINE void sums_of_two(const I (&w)[8], const InputGroup& x, const InputGroup& 
 }
 #endif
 
-// Fetches what lies AHEAD of a group. The processor does so by itself only within a page, and only once it waits.
+// Fetches what lies AHEAD of a group, bytes: the processor's own fetching ends with a page.
 constexpr int64_t AHEAD = 4096;
 template <int KIND> INLINE void fetch_ahead(const uint8_t* panel, int g) {
   constexpr int BYTES = LAYOUTS[KIND].unit_bytes / Unit<KIND>::GROUPS;
