@@ -229,6 +229,22 @@ def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(cro
     assert calls["run"] > 250
 
 
+@pytest.mark.parametrize("given", [{"method": "full"}, {"method": "kv-direct", "budget": 64, "checkpoint": "kv"}])
+def test_several_tokens_of_a_text_are_written_before_the_first_attends(
+    given: dict[str, Any], calls: dict[str, int]
+) -> None:
+    """Some of them evict an entry each: not those that take the place of a token that was taken back."""
+    model, ids = model_of("llama"), prompt(1, 200, seed=2)
+    cache = KeepCache(model, **given)
+    step(model, cache, ids[:, :70])
+    for count in (7, 1, 16, 3, 12, 2):
+        before = calls["run"]
+        step(model, cache, ids[:, cache.get_seq_length() :][:, :count])
+        if count > 2:
+            cache.crop(-(count // 3))
+        assert calls["run"] == before + len(cache.layers), count
+
+
 @pytest.mark.parametrize("oldest", [False, True])
 @pytest.mark.parametrize("ranks", [None, torch.float32, torch.int32])
 def test_an_entry_is_written_alike(ranks: torch.dtype | None, oldest: bool) -> None:

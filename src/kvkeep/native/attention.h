@@ -276,12 +276,17 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
     jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0, heads};
     if (steps[i]->received.data) wanted = max64(wanted, a.lanes);
     KvInsert insert = steps[i]->insert;
-    for (int64_t at = token; at < token + a.queries; at++, insert.column++, insert.new_slot++)
+    void* const evicted = insert.evicted_keys.numbers.data;
+    const int64_t first_evicting = token + a.queries - steps[i]->evicts;
+    for (int64_t at = token; at < token + a.queries; at++, insert.column++, insert.new_slot++) {
+      insert.evicted_keys.numbers.data = at < first_evicting ? nullptr : evicted;
+      insert.evicted_row += at > first_evicting;
       for (int64_t lane = 0; lane < a.lanes; lane++) {
         const int64_t place = by_token ? at * lanes + first + lane : (first + lane) * tokens + at;
         const bf16 *new_key = key + place * a.dim, *new_value = value + place * a.value_dim;
         insert_in_lane(insert, lane, (const char*)new_key, (const char*)new_value);
       }
+    }
     steps[i]->written = steps[i]->number;
   }
   attend_jobs(jobs, count);

@@ -212,10 +212,12 @@ typedef struct KvInsert {  /* a new entry of each lane, and the column of a bank
 typedef struct KvStep {  /* the next token of a session in one layer, or several */
   KvAttention attention; /* after the insert, with a query for each token; of several, each sees the entries up to its
                             own. The call writes its query, groups, scaling and sinks */
-  KvInsert insert;       /* of the first token's entry; those of further ones take the next columns and slots, and evict
-                            nothing */
+  KvInsert insert;       /* of the first token's entry; those of further ones take the next columns and slots. Of
+                            several tokens, nothing beside evicted entries is copied */
   KvArray received;      /* (lanes, entries) float32, written: the attention that each entry received; or nothing */
   int64_t reduce_max;    /* of the heads of a lane, 1: `received` is the maximum, 0: the mean */
+  int64_t evicts;        /* how many of the tokens evict an entry, where it is copied: the last ones, to rows from
+                            `evicted_row` on */
   int64_t token;         /* the first token's row in the call; further ones have the next rows */
   int64_t first_lane;    /* the first of these lanes among those of a token; others may have another step */
   int64_t token_lanes;   /* lanes of a token: its KV heads; 0: those of the attention */

@@ -233,21 +233,17 @@ class CacheStream:
 
     @outside_inference_mode
     def plan(self, count: int, wrote: Callable[[LayerStep], bool]) -> dict[int, LayerStep]:
-        """Return the step of ``count`` tokens in each layer that can plan it. Several are planned if their entries take
-        the next rows. wrote: says whether a step has written its entries, if the pass is not completed."""
+        """Return the step of ``count`` tokens in each layer that can plan it. wrote: says whether a step has written
+        its entries, if the pass is not completed."""
         before, self._groups, self._steps, self._wrote = self._groups, [], {}, wrote
         if not self._plannable or self._latent:
             return {}
-        if count > 1:
-            if self.streams or not self.exact or count > MAX_PLANNED:
-                return {}
-            found = {index: self.layers[index].plan(count) for index in self._single}
-            self._steps = {index: step for index, step in found.items() if step is not None}
-            return {**self._steps}
+        if count > 1 and (not self.exact or count > MAX_PLANNED):
+            return {}
         steps, groups = dict[int, LayerStep](), dict[Hashable, list[tuple[int, LayerStep, Any]]]()
         for index in self._single:
             layer = self.layers[index]
-            if (step := layer.plan()) is None:
+            if (step := layer.plan(count)) is None:
                 continue
             steps[index] = step
             if self.streams and not self._drafting and (key := layer.resident.group) is not None:
@@ -276,7 +272,7 @@ class CacheStream:
         while self._steps:
             index, step = next(iter(self._steps.items()))
             if completed or self._wrote(step):
-                self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
+                self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index] * step.tokens)
                 layer = self.layers[index]
                 arrived = layer.arrived if isinstance(layer, Layer) else layer.get_seq_length()
                 for _ in range(self._known + step.tokens - arrived):

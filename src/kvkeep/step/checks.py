@@ -109,9 +109,13 @@ def check_beside(one: Destination, lanes: int, source: Destination | None = None
 
 def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
     """Check what changes with every token. entries: those that the last query attends to."""
-    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, tokens = step
-    if tokens != 1 and not (0 < tokens <= entries and ranks is None and evict is None and not reduce):
-        raise BadCall("several tokens of a step must attend to their own entries, and evict none")
+    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, tokens, evicts = step
+    if tokens != 1 and not (
+        0 < tokens <= entries and ranks is None and (evict is None or evict.slots is None) and not reduce
+    ):
+        raise BadCall("several tokens of a step must attend to their own entries, and rank and score none")
+    if not 0 < evicts <= tokens:
+        raise BadCall("entries must be evicted by tokens of their step")
     if ranks is not None:
         slots = append.slots
         if slots is None or ranks.shape != slots.shape or not 0 < ranks.shape[1] <= bank.rows:
@@ -120,7 +124,7 @@ def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
         raise BadCall("a new entry must take a column of its bank")
     if not 0 <= slot <= _SLOTS - tokens:
         raise BadCall("the slot of a new entry must be a number of 31 bits")
-    if evict is not None and not 0 <= evict.row < bank.evicted_rows:
+    if evict is not None and not 0 <= evict.row <= bank.evicted_rows - evicts:
         raise BadCall("evicted entries must be copied to a row of each lane")
     if new_scores is not None and new_scores.shape != (bank.lanes,):
         raise BadCall("new scores must be one for each lane")

@@ -217,7 +217,10 @@ class LayerStep(NamedTuple):
     others."""
     tokens: int = 1
     """How many tokens of the sequence. All their entries are written, from the row and slot of the first one on, before
-    the queries attend; each query then attends to the entries up to its token's. Several tokens evict nothing."""
+    the queries attend; each query then attends to the entries up to its token's."""
+    evicts: int = 1
+    """How many of these tokens evict an entry, if there is :attr:`evict`: the last ones. The evicted entries are copied
+    to rows that follow each other. Of several tokens, nothing beside entries is copied."""
 
     @property
     def parts(self) -> Sequence[LayerStep]:

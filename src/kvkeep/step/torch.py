@@ -53,7 +53,8 @@ def _write(step: LayerStep, keys: Tensor, values: Tensor, writes: Writes) -> Non
     place = lane[:, None], row  # (lanes, tokens)
     beside = ("slots", "scores", "extra", "newest")
     if evict is not None:
-        evict.keys[..., evict.row, :], evict.values[..., evict.row, :] = own_keys[place][:, 0], own_values[place][:, 0]
+        rows, leaving = slice(evict.row, evict.row + step.evicts), (lane[:, None], row[..., -step.evicts :])
+        evict.keys[..., rows, :], evict.values[..., rows, :] = own_keys[leaving], own_values[leaving]
         for name in beside:
             if (target := getattr(evict, name)) is not None:
                 target[:] = getattr(append, name)[place]

@@ -188,6 +188,7 @@ class _Form:
         if step.tokens > 1:
             self._attention.causal_offset = entries - step.tokens
         insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
+        self.struct.evicts = step.evicts
         if step.ranks is not None:
             describe(self._ranks, step.ranks)
         if step.new_scores is not None:
@@ -211,7 +212,7 @@ where they and the form's other tensors lie (:func:`memory_of`)."""
 
 def _form(step: LayerStep) -> _Form:
     """Return the form of the steps with these tensors and codes, and with the same fields, which is made once."""
-    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, tokens = step
+    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, tokens, _ = step
     keys, values, _, *parts = append
     parts += keys, values, seen
     if evict is not None:
