@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -92,15 +93,15 @@ def test_a_planned_step_that_was_left_is_undone(
             raise error
         return result
 
-    for step in range(30, 50):
-        if step % 4 == 0:
+    for step, stop in pairwise(sorted({*range(30, 56, 4), *range(31, 56, 4)})):  # one token or three
+        if step % 3 == 0:
             with monkeypatch.context() as patch, pytest.raises(error):
                 if not at_once:
                     patch.setattr(fused.FusedLayers, "can_run", lambda self, steps: False)
                 patch.setattr(*((fused, "run_layers", left) if at_once else (hooks.native, "run", left)))
-                forward(model, cache, TEXT[:, step : step + 1])
+                forward(model, cache, TEXT[:, step:stop])
             assert cache.get_seq_length() == step
-        found, wanted = (forward(model, one, TEXT[:, step : step + 1]).logits for one in (cache, other))
+        found, wanted = (forward(model, one, TEXT[:, step:stop]).logits for one in (cache, other))
         assert torch.equal(found, wanted), step
     assert calls
     again = state(cache), state(other)

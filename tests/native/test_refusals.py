@@ -308,7 +308,7 @@ class Step:
             pieces=address_of(self.table), lanes=LANES, queries=1, dim=DIM, value_dim=DIM, piece_count=1,
             entries=COLUMNS, causal_offset=-1,
         )  # fmt: skip
-        self.step = KvStep(attention, self.insert, array(self.numbers("received", torch.zeros(LANES, COLUMNS))))
+        self.step = KvStep(attention, self.insert, array(self.numbers("received", torch.zeros(LANES, COLUMNS))), evicts=1)
         self.query, self.heads, self.tokens = bfloat16(1, HEADS, DIM), HEADS, 1
         self.sinks = torch.zeros(HEADS)
         self.out, self.lse = self.numbers("out", bfloat16(1, HEADS, DIM)), self.numbers("lse", torch.zeros(1, HEADS))
@@ -372,8 +372,8 @@ STEPS = [
     (put("out", bfloat16(1, 1, DIM)), "outputs must have"),
     (put("heads", HEADS + 1), "sinks must be"),
     (put("sinks", bfloat16(HEADS)), "sinks must be"),
-    (put("tokens", 0), "one of the call"),
-    (put("step.token", 1), "one of the call"),
+    (put("tokens", 0), "some of the call"),
+    (put("step.token", 1), "some of the call"),
     (put("step.first_lane", 1), "lanes of its token"),
     (put("step.token_lanes", 1), "lanes of its token"),
     (put("step.token_lanes", 4), "a multiple of the lanes"),
@@ -389,6 +389,43 @@ STEPS = [
 def test_a_step_that_does_not_fit_is_refused(change: Callable[[Any], Any], rule: str) -> None:
     Step().run()
     call = Step()
+    change(call)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+
+
+SEVERAL = [
+    (put("step.attention.causal_offset", COLUMNS - 3), "entries up to its own"),
+    (put("step.attention.causal_offset", -1), "entries up to its own"),
+    (put("step.attention.queries", COLUMNS + 1), "entries up to its own"),
+    (put("step.insert.ranks", torch.rand(LANES, COLUMNS)), "entries up to its own"),
+    (put("step.insert.evicted_slots", torch.zeros(LANES, dtype=torch.int32)), "entries up to its own"),
+    (put("step.received", torch.zeros(LANES, COLUMNS)), "entries up to its own"),
+    (put("step.evicts", 0), "tokens of their step"),
+    (put("step.evicts", 3), "tokens of their step"),
+    (put("step.insert.evicted_row", 1), "a row of each lane"),
+    (put("step.insert.column", COLUMNS - 1), "a column of its bank"),
+    (put("tokens", 1), "some of the call"),
+]
+
+
+@pytest.mark.parametrize(("change", "rule"), SEVERAL)
+def test_a_step_of_several_tokens_that_does_not_fit_is_refused(change: Callable[[Any], Any], rule: str) -> None:
+    def several() -> Step:
+        call = Step()
+        for name in ("slots", "scores", "extra", "newest"):
+            put(f"step.insert.evicted_{name}", None)(call)
+        put("step.insert.ranks", None)(call)
+        put("step.received", None)(call)
+        call.step.evicts = 2
+        call.step.attention.queries, call.step.attention.causal_offset, call.tokens = 2, COLUMNS - 2, 2
+        call.query, call.out, call.lse = bfloat16(2, HEADS, DIM), bfloat16(2, HEADS, DIM), torch.zeros(2, HEADS)
+        call.new_keys, call.new_values = bfloat16(LANES, 2, DIM), bfloat16(LANES, 2, DIM)
+        return call
+
+    several().run()
+    call = several()
     change(call)
     with pytest.raises(BadCall, match=rule):
         call.run()

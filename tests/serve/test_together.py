@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -99,6 +100,32 @@ def test_a_token_of_one_cache_goes_through_all_layers_in_one_call(tmp_path: Path
             assert torch.equal(in_one_call(model, caches[0], [token]), alone(model, caches[1], [token])), name
         assert len(passes) - before > 30, name
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == len(text)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("method", "budget", "where"), [("full", None, None), ("kv-direct", 64, "host"), ("kv-direct", 150, "disk")]
+)
+def test_tokens_that_are_read_together_and_taken_back_go_through_all_layers_in_one_call(
+    method: str, budget: int | None, where: str | None, tmp_path: Path, passes: list[int]
+) -> None:
+    """As drafts are, which have the bits of single layers."""
+    model, text, random = loaded("llama", tmp_path), prompt(1, 420, 3), Random(1)
+    given: dict[str, Any] = {} if where is None else {"checkpoint": "kv", "where": where}
+    cache, other = (KeepCache(model, method, budget, **given) for _ in range(2))
+    for one in (cache, other):
+        model(input_ids=text[:, :140], cache=one)
+    before, reads = len(passes), 0
+    while (start := cache.get_seq_length()) < 400:
+        count, reads = random.randint(2, 16), reads + 1
+        ids, taken = text[:, start : start + count], random.randint(0, count - 1)
+        found = model(input_ids=ids, cache=cache).logits
+        with patch.object(CacheStream, "plan", lambda self, *given: {}):
+            wanted = model(input_ids=ids, cache=other).logits
+        assert torch.equal(found, wanted), (start, count)
+        if taken:
+            cache.crop(-taken), other.crop(-taken)
+    assert len(passes) - before > 0.6 * reads  # others need a page, or go past the end of the ring
 
 
 @pytest.mark.turns(2)

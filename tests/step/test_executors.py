@@ -229,6 +229,22 @@ def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(cro
     assert calls["run"] > 250
 
 
+@pytest.mark.parametrize("given", [{"method": "full"}, {"method": "kv-direct", "budget": 64, "checkpoint": "kv"}])
+def test_several_tokens_of_a_text_are_written_before_the_first_attends(
+    given: dict[str, Any], calls: dict[str, int]
+) -> None:
+    """Some of them evict an entry each: not those that take the place of a token that was taken back."""
+    model, ids = model_of("llama"), prompt(1, 200, seed=2)
+    cache = KeepCache(model, **given)
+    step(model, cache, ids[:, :70])
+    for count in (7, 1, 16, 3, 12, 2):
+        before = calls["run"]
+        step(model, cache, ids[:, cache.get_seq_length() :][:, :count])
+        if count > 2:
+            cache.crop(-(count // 3))
+        assert calls["run"] == before + len(cache.layers), count
+
+
 @pytest.mark.parametrize("oldest", [False, True])
 @pytest.mark.parametrize("ranks", [None, torch.float32, torch.int32])
 def test_an_entry_is_written_alike(ranks: torch.dtype | None, oldest: bool) -> None:
@@ -281,6 +297,33 @@ def test_lanes_of_a_token_may_have_different_entries(sinks: Tensor | None) -> No
     torch.testing.assert_close(whole.received, others[1].received, atol=2e-2, rtol=2e-2)
     alone = native.run([others[1]], [1], query, key, value, 0.3, sinks)  # writes the same entries again
     assert torch.equal(alone[:, 1], found[:, 1])
+
+
+@pytest.mark.parametrize(("before", "tokens"), [(3, 2), (500, 16), (1030, 5)])
+def test_a_step_of_several_tokens_is_a_step_of_each(before: int, tokens: int) -> None:
+    """To the bit, in any blocks; entries that are written get slots and scores."""
+    bank, empty = torch.randn(2, 2, before + tokens, 16).bfloat16(), torch.full((2, before + tokens), -1)
+    query, key, value = torch.randn(1, 6, tokens + 3, 16).bfloat16(), *torch.randn(2, 1, 2, tokens + 3, 16).bfloat16()
+    sinks, seen = torch.randn(6), torch.rand(2, before + tokens) < 0.9
+
+    def planned(way: int, place: int, count: int) -> LayerStep:
+        keys, values, slots, scores = places[way]
+        spans = [Span(keys, values, 0, 2), Span(keys, values, 2, before + place + count)]
+        append, new_scores = Destination(keys, values, before + place, slots, scores), torch.tensor([0.5, 2.0])
+        return LayerStep(append, 9 + place, attend=spans, seen=seen, new_scores=new_scores, tokens=count)
+
+    places = [(*bank.clone(), empty.int(), empty.float()) for _ in range(3)]
+    whole, other = (planned(way, 0, tokens) for way in (0, 1))
+    found = native.run([whole], [2], query, key, value, 0.3, sinks)[:, 2 : 2 + tokens]
+    near = plain.run([other], [2], query, key, value, 0.3, sinks)[:, 2 : 2 + tokens]
+    assert_near(found, near, [bank[1], value])
+    assert_same_writes(whole, other)
+    for place in range(tokens):
+        one = planned(2, place, 1)
+        alone = native.run([one], [2 + place], query, key, value, 0.3, sinks)
+        assert torch.equal(alone[:, 2 + place], found[:, place])
+    assert_same_writes(whole, one)
+    assert places[0][2][:, before:].tolist() == [[*range(9, 9 + tokens)]] * 2
 
 
 def test_a_query_does_not_see_an_empty_place() -> None:

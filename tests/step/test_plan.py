@@ -134,6 +134,9 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("received", changed(received=None)),
     ("received", changed(received=bytes_of(columns=ROWS + 4))),
     ("first_lane", changed(first_lane=2**64)),
+    ("tokens", changed(tokens=2)),
+    ("tokens", changed(tokens=0)),
+    ("tokens", lambda step: without(step, evict=None, reduce="", received=None, tokens=2**64 + 1)),
     ("others", lambda step: step._replace(others=[step])),
     ("others", lambda step: step._replace(others=[])),
 ]

@@ -35,12 +35,13 @@ class Reader(Part):
         """Called with the new entries of a step, (lanes, n, dim), before attention."""
         layer.resident.arrive(keys, values)
 
-    def plan(self, layer: Any) -> LayerStep | None:
-        """Return the step for one more entry of each of the layer's lanes; None: :meth:`attend` computes it."""
+    def plan(self, layer: Any, count: int = 1) -> LayerStep | None:
+        """Return the step for ``count`` more entries of each of the layer's lanes; None: :meth:`attend` computes
+        them."""
         return None
 
     def commit(self, layer: Any) -> None:
-        """Note that the step of :meth:`plan` has run. An interrupted call can be repeated."""
+        """Note that the next token of the step of :meth:`plan` has run. An interrupted call can be repeated."""
         if layer.resident.length == layer.length:
             layer.resident.commit()
         layer.length += 1

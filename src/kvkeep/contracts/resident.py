@@ -43,13 +43,14 @@ class Resident(Part):
         """Keep new entries, whose slots begin at ``first``, within the budget. Return the evicted entries; None where
         there are none, or where the store has them already."""
 
-    def plan(self) -> LayerStep | None:
-        """Return where the next entry of each lane is written, which entry it evicts, and what its query attends to,
-        for one row without padding. None where this cannot be planned: the caller then uses :meth:`admit`."""
+    def plan(self, count: int = 1) -> LayerStep | None:
+        """Return where the next ``count`` entries of each lane are written, which entries they evict, and what their
+        queries attend to, for one row without padding. None where this cannot be planned: the caller then uses
+        :meth:`admit`."""
         return None
 
     def commit(self) -> None:
-        """Note that the step of :meth:`plan` has run."""
+        """Note that the next token of the step of :meth:`plan` has run."""
 
     def spans(self) -> Sequence[Span] | None:
         """Return views of all entries; None where a later query does not see all of them."""

@@ -39,10 +39,10 @@ class EvictedStore(Part):
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""
 
-    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
-        """Return what the step of a token reads of this store; None where the store cannot plan it. If the new entry
-        ``evicts`` one, the step copies the evicted entry of each lane to the place where :meth:`take` would put it.
-        append: where the new entries of the lanes from ``first_lane`` on are written."""
+    def plan(self, append: Destination, first_lane: int, evicts: int) -> StoreShare | None:
+        """Return what a step reads of this store; None where the store cannot plan it. evicts: how many entries of each
+        lane it evicts. The step copies them to the places where :meth:`take` would put them. append: where the new
+        entries of the lanes from ``first_lane`` on are written."""
         more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
         return None if more else _NOTHING
 

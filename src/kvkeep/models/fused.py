@@ -283,8 +283,8 @@ class FusedLayers(WithPointers):
     def __call__(
         self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]], writes: Writes
     ) -> Tensor:
-        """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, one for each token. writes:
-        notes which of them have written."""
+        """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, those of the tokens, in order.
+        writes: notes which of them have written."""
         return run_layers(*self.tables, steps, writes, x, *_turns(angles))
 
 

@@ -43,6 +43,7 @@ struct AttentionJob {  // the arguments of kvkeep_attend
   int float_out;
   float *lse, *state;
   int resume;
+  int64_t token_heads = 0;  // `place_of`, of out and lse as well
 
   int64_t rows() const { return attention->groups * attention->queries; }
   int64_t parts() const { return (rows() + PART_ROWS - 1) / PART_ROWS; }
@@ -68,20 +69,20 @@ struct AttentionJob {  // the arguments of kvkeep_attend
 
   // Writes the result of row number `row` of all lanes, once its sink is combined with all blocks.
   void finish(Softmax softmax, float* mix, int64_t row) const {
-    const int64_t dim = attention->value_dim;
+    const int64_t dim = attention->value_dim, place = place_of(*attention, token_heads, row);
     const KvArray& sinks = attention->sinks;
     if (sinks.data)
       combine(softmax, mix, {numbers<float>(sinks)[row / attention->queries % sinks.length], 1.0f}, NO_VALUES, dim);
     const bool empty = softmax.maximum == MINUS_INFINITY;
-    lse[row] = empty ? MINUS_INFINITY : softmax.maximum + log1(softmax.sum);
+    lse[place] = empty ? MINUS_INFINITY : softmax.maximum + log1(softmax.sum);
     const float factor = empty ? 0.0f : 1.0f / softmax.sum;
     auto value = [&](int64_t d) { return empty ? 0.0f : mix[d] * factor; };
     int64_t d = 0;
     if (float_out) {
-      for (; d < dim; d++) ((float*)out)[row * dim + d] = value(d);
+      for (; d < dim; d++) ((float*)out)[place * dim + d] = value(d);
       return;
     }
-    bf16* to = (bf16*)out + row * dim;
+    bf16* to = (bf16*)out + place * dim;
     if (!empty)
       for (; d + 16 <= dim; d += 16) vstore_bf16(to + d, vload(mix + d) * vset(factor));
     for (; d < dim; d++) to[d] = narrow(value(d));
@@ -100,7 +101,7 @@ static void attend_part(const AttentionJob& job, int64_t lane, int64_t part) {
   if (!mixes) return;
   if (!job.state)
     for (int64_t r = 0; r < rows; r++) local[r] = {MINUS_INFINITY, 0.0f};
-  BlockAttention part_rows(a, lane, row, rows);
+  BlockAttention part_rows(a, lane, row, rows, job.token_heads);
   for (int64_t block = job.first_block(lane), stop = job.stop_block(lane); block < stop; block++)
     part_rows.attend(block, [&](int64_t r, const Softmax& more, const float* mix) {
       combine(softmax[r], mixes + r * dim, more, mix, dim);
@@ -125,7 +126,7 @@ static void attend_blocks(const AttentionJob& job) {
   run_tasks(a.lanes * blocks, job.products(), [&](int64_t task) {
     const int64_t lane = task / blocks, block = task % blocks;
     for (int64_t row = 0; row < rows; row += PART_ROWS) {
-      BlockAttention part_rows(a, lane, row, min64(PART_ROWS, rows - row));
+      BlockAttention part_rows(a, lane, row, min64(PART_ROWS, rows - row), job.token_heads);
       part_rows.attend(job.first_block(lane) + block, [&](int64_t r, const Softmax& softmax, const float* mix) {
         const int64_t place = (lane * rows + row + r) * blocks + block;
         found[place] = softmax;
@@ -272,12 +273,19 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
     a.query.data = (void*)(query + row * a.dim);
     a.scaling = scaling;
     a.sinks = sinks ? KvArray{(void*)(sinks + first * a.groups), a.lanes * a.groups, KV_FLOAT32} : KvArray{};
-    jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0};
+    jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0, heads};
     if (steps[i]->received.data) wanted = max64(wanted, a.lanes);
-    for (int64_t lane = 0; lane < a.lanes; lane++) {
-      const int64_t place = by_token ? token * lanes + first + lane : (first + lane) * tokens + token;
-      const bf16 *new_key = key + place * a.dim, *new_value = value + place * a.value_dim;
-      insert_in_lane(steps[i]->insert, lane, (const char*)new_key, (const char*)new_value);
+    KvInsert insert = steps[i]->insert;
+    void* const evicted = insert.evicted_keys.numbers.data;
+    const int64_t first_evicting = token + a.queries - steps[i]->evicts;
+    for (int64_t at = token; at < token + a.queries; at++, insert.column++, insert.new_slot++) {
+      insert.evicted_keys.numbers.data = at < first_evicting ? nullptr : evicted;
+      insert.evicted_row += at > first_evicting;
+      for (int64_t lane = 0; lane < a.lanes; lane++) {
+        const int64_t place = by_token ? at * lanes + first + lane : (first + lane) * tokens + at;
+        const bf16 *new_key = key + place * a.dim, *new_value = value + place * a.value_dim;
+        insert_in_lane(insert, lane, (const char*)new_key, (const char*)new_value);
+      }
     }
     steps[i]->written = steps[i]->number;
   }

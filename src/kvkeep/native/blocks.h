@@ -83,10 +83,10 @@ static Softmax weigh(float* scores, int64_t from, int64_t to) {
   return {highest, sum(total)};
 }
 
-// The queries of a tile of rows, [dim][QUERY_ROW] floats.
-static void write_queries(const bf16* query, int rows, int64_t dim, float* out) {
-  for (int r = 0; r < rows; r++)
-    for (int64_t d = 0; d < dim; d++) out[d * QUERY_ROW + r] = widen(query[r * dim + d]);
+// Where row number `row` of all lanes lies, (lanes, groups, queries); with `token_heads`, the heads of a token, rows lie
+// token by token, (queries, heads).
+INLINE int64_t place_of(const KvAttention& a, int64_t token_heads, int64_t row) {
+  return token_heads ? row % a.queries * token_heads + row / a.queries : row;
 }
 
 static bool all_bfloat16(const KvAttention& a) {
@@ -171,7 +171,7 @@ class BlockAttention {
   float* scores_of(int64_t tile) const { return scores + tile * tile_height * SCORE_ROW; }
 
  public:
-  BlockAttention(const KvAttention& a, int64_t lane, int64_t row, int64_t rows)
+  BlockAttention(const KvAttention& a, int64_t lane, int64_t row, int64_t rows, int64_t token_heads = 0)
       : a(a), lane(lane), row(row), rows(rows), stride(padded(a.value_dim)), tiles((rows + TILE_ROWS - 1) / TILE_ROWS),
         tile_height((rows + tiles - 1) / tiles) {
     keys = (uint32_t*)kv_scratch(KV_SCRATCH_KEYS, size_t(TILE_ENTRIES * (a.dim + 1) / 2 * 4));
@@ -180,9 +180,12 @@ class BlockAttention {
     mixes = scores + rows * SCORE_ROW;
     queries = mixes + rows * stride;
     if (!(is_ready = keys && values && scores)) return;
-    const bf16* query = numbers<bf16>(a.query) + (lane * a.groups * a.queries + row) * a.dim;
-    for (int64_t t = 0; t < tiles; t++)
-      write_queries(query + t * tile_height * a.dim, rows_of(t), a.dim, queries + t * QUERY_ROW * a.dim);
+    const int64_t first = lane * a.groups * a.queries + row;
+    for (int64_t r = 0; r < rows; r++) {
+      const bf16* query = numbers<bf16>(a.query) + place_of(a, token_heads, first + r) * a.dim;
+      float* to = queries + r / tile_height * QUERY_ROW * a.dim + r % tile_height;
+      for (int64_t d = 0; d < a.dim; d++) to[d * QUERY_ROW] = widen(query[d]);
+    }
   }
 
   // Calls take(row, softmax, mix) for each row, if any of them sees an entry of this block.

@@ -199,7 +199,7 @@ bool beside_fits(const KvInsert& e, int64_t lanes) {
   return true;
 }
 
-bool evicted_fits(const KvInsert& e, int64_t lanes) {
+bool evicted_fits(const KvInsert& e, int64_t lanes, int64_t evicts) {
   const struct { const KvArray &to, &from; int64_t type; } copied[] = {
       {e.evicted_slots, e.slots, KV_INT32}, {e.evicted_scores, e.scores, KV_FLOAT32},
       {e.evicted_extra, e.extra, KV_FLOAT32}, {e.evicted_newest, e.newest, KV_INT32}};
@@ -211,22 +211,22 @@ bool evicted_fits(const KvInsert& e, int64_t lanes) {
   if (!has(keys.numbers)) return !keys.numbers.data && !values.numbers.data;
   RULE(lie_within(keys, e.keys.numbers.type, e.keys.width) && lie_within(values, e.values.numbers.type, e.values.width),
        "evicted entries must be copied to rows of the same width and type");
-  RULE(keys.lanes >= lanes && values.lanes >= lanes && e.evicted_row >= 0 && e.evicted_row < keys.rows &&
-           e.evicted_row < values.rows,
+  RULE(keys.lanes >= lanes && values.lanes >= lanes && e.evicted_row >= 0 && e.evicted_row <= keys.rows - evicts &&
+           e.evicted_row <= values.rows - evicts,
        "evicted entries must be copied to a row of each lane");
   return true;
 }
 
-// An insert into so many lanes, but for the new entries.
-bool bank_fits(const KvInsert& e, int64_t lanes) {
+// An insert of so many entries into each of so many lanes, of which some evict others, but for the new entries.
+bool bank_fits(const KvInsert& e, int64_t lanes, int64_t entries = 1, int64_t evicts = 1) {
   RULE(lie_within(e.keys) && lie_within(e.values), "rows of a bank must lie within its memory");
   RULE(is_size(lanes) && e.keys.lanes >= lanes && e.values.lanes >= lanes, "a bank must have a row for each lane");
   RULE(is_size(e.columns), "a bank must have a number of columns");
   const bool beside = has(e.slots) || has(e.scores) || has(e.extra);
   const int64_t columns = min64(min64(e.keys.rows, e.values.rows), beside ? e.columns : MAX_SIZE);
-  RULE(has(e.ranks) ? e.columns <= columns : e.column >= 0 && e.column < columns,
+  RULE(has(e.ranks) ? e.columns <= columns : e.column >= 0 && e.column <= columns - entries,
        "a new entry must take a column of its bank");
-  return beside_fits(e, lanes) && evicted_fits(e, lanes);
+  return beside_fits(e, lanes) && evicted_fits(e, lanes, evicts);
 }
 
 // ---- steps ----------------------------------------------------------------------------------------------------------
@@ -239,11 +239,13 @@ struct Tokens {  // what the steps of a layer share
 bool step_fits(const KvStep& step, const Tokens& shared) {
   const KvAttention& a = step.attention;
   if (!entries_fit(a)) return false;
-  RULE(a.queries == 1, "a step must have one query");
   const int64_t lanes = step.token_lanes ? step.token_lanes : a.lanes, tokens = shared.tokens, heads = shared.heads;
+  RULE(a.queries == 1 || (a.queries <= a.entries && a.causal_offset == a.entries - a.queries && !has(step.received) &&
+                          !has(step.insert.ranks) && !has(step.insert.evicted_slots)),
+       "a step must have one query, or one of each token, which sees the entries up to its own");
   RULE(lanes > 0 && heads % lanes == 0, "query heads must be a multiple of the lanes of a token");
   RULE(step.first_lane >= 0 && step.first_lane <= lanes - a.lanes, "lanes of a step must be lanes of its token");
-  RULE(step.token >= 0 && step.token < tokens, "the token of a step must be one of the call");
+  RULE(step.token >= 0 && step.token <= tokens - a.queries, "the tokens of a step must be some of the call");
   RULE(holds(shared.query, KV_BFLOAT16, Wide(tokens) * heads * a.dim),
        "queries must be bfloat16 of each token and head");
   RULE(holds(shared.out, KV_BFLOAT16, Wide(tokens) * heads * a.value_dim) &&
@@ -252,7 +254,8 @@ bool step_fits(const KvStep& step, const Tokens& shared) {
   RULE(holds(shared.key, KV_BFLOAT16, Wide(tokens) * lanes * a.dim) &&
            holds(shared.value, KV_BFLOAT16, Wide(tokens) * lanes * a.value_dim),
        "new entries must be bfloat16 of each token and lane");
-  if (!bank_fits(step.insert, a.lanes)) return false;
+  RULE(step.evicts >= 1 && step.evicts <= a.queries, "entries must be evicted by tokens of their step");
+  if (!bank_fits(step.insert, a.lanes, a.queries, step.evicts)) return false;
   RULE(step.insert.keys.numbers.type == KV_BFLOAT16 && step.insert.keys.width == a.dim &&
            step.insert.values.numbers.type == KV_BFLOAT16 && step.insert.values.width == a.value_dim,
        "the rows of a bank must be as wide as new entries, and bfloat16");

@@ -111,90 +111,84 @@ INLINE I digits_of(I bytes, int power) {
 }
 #endif
 
-// ---- integer sums of dwords FROM .. TO ------------------------------------------------------------------------------
+// ---- integer sums of dwords FROM .. TO, added to `start` ------------------------------------------------------------
 //
-// Codes of up to 7 bits are unsigned, those of 8 bits and IQ4's values signed. VNNI multiplies unsigned bytes
-// by signed ones: for codes of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted
-// from the result.
+// Codes of up to 7 bits are unsigned, those of 8 bits and IQ4's values signed. VNNI multiplies unsigned bytes by signed
+// ones: there, codes of 8 bits get +128, SIGNED_ZERO, as a zero point has it.
 
 #if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)
-#if defined(KVKEEP_AVX512)
-INLINE I dot4(I sum, I u, I s) { return _mm512_dpbusd_epi32(sum, u, s); }
-#else
+// sum + the products of codes and four inputs
 #if defined(KVKEEP_SIMDE)  // SIMDe has the instruction by its name in AVX-512 only
-INLINE I dot4(I sum, I u, I s) { return _mm256_dpbusd_epi32(sum, u, s); }
+#if defined(KVKEEP_AVX512)
+INLINE I dot4(I sum, I codes, const int8_t* x) { return _mm512_dpbusd_epi32(sum, codes, iset(load32(x))); }
 #else
-INLINE I dot4(I sum, I u, I s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
+INLINE I dot4(I sum, I codes, const int8_t* x) { return _mm256_dpbusd_epi32(sum, codes, iset(load32(x))); }
 #endif
-#endif
-INLINE I flip(I x) { return ixor(x, iset(int32_t(0x80808080))); }
-template <int BITS> INLINE I base_of(const I (&w)[8]) {
-  I sum = iset(0);
-  if constexpr (BITS == 8) { UNROLLED for (int i = 0; i < 8; i++) sum = dot4(sum, iset(int32_t(0x80808080)), w[i]); }
+#elif defined(KVKEEP_AVX512)
+INLINE I dot4(I sum, I codes, const int8_t* x) {  // the compiler would load the inputs by instructions of their own
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t*)x));
   return sum;
 }
-template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I base) {
-  I a = iset(0), b = iset(0);
-  UNROLLED for (int i = FROM; i < TO; i += 2) {
-    if constexpr (BITS == 8) {
-      a = dot4(a, flip(iset(load32(x + 4 * i))), w[i]);
-      b = dot4(b, flip(iset(load32(x + 4 * i + 4))), w[i + 1]);
-    } else {
-      a = dot4(a, w[i], iset(load32(x + 4 * i)));
-      b = dot4(b, w[i + 1], iset(load32(x + 4 * i + 4)));
-    }
+#else
+INLINE I dot4(I sum, I codes, const int8_t* x) { return _mm256_dpbusd_avx_epi32(sum, codes, iset(load32(x))); }
+#endif
+constexpr int SIGNED_ZERO = 128;
+INLINE I with_signed_zero(I codes) { return ixor(codes, iset(int32_t(0x80808080))); }
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I start) {
+  constexpr int CHAINS = W == 16 ? 1 : 2;  // AVX-512 has registers for enough rows to hide one long chain
+  I other = iset(0);
+  UNROLLED for (int i = FROM; i < TO; i += CHAINS) {
+    start = dot4(start, w[i], x + 4 * i);
+    if constexpr (CHAINS == 2) other = dot4(other, w[i + 1], x + 4 * i + 4);
   }
-  a = iadd(a, b);
-  return BITS == 8 ? isub(a, base) : a;
+  return iadd(start, other);
 }
 #elif defined(KVKEEP_AVX2)
-template <int BITS> INLINE I base_of(const I (&)[8]) { return iset(0); }
+constexpr int SIGNED_ZERO = 0;
+INLINE I with_signed_zero(I codes) { return codes; }
 INLINE I pairs(I w, const int8_t* x) { return _mm256_maddubs_epi16(w, iset(load32(x))); }
 INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
 INLINE I widened(I sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 // Sums of two products in 16 bits: of up to 4 bits at most 2 * 15 * 127, so that eight fit; of 5 bits four, of 6 bits
 // two, of 7 bits one; of 8 bits |w| <= 128 with inputs of w's sign, 2 * 128 * 127 = 32512.
-template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I start) {
   if constexpr (BITS == 8) {
-    I sum = iset(0);
     UNROLLED for (int i = FROM; i < TO; i++) {
       I input = iset(load32(x + 4 * i));
-      I two = widened(_mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(input, w[i])));
-      sum = i == FROM ? two : iadd(sum, two);
+      start = iadd(start, widened(_mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(input, w[i]))));
     }
-    return sum;
+    return start;
   }
   constexpr int LARGEST = BITS <= 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
   constexpr int FIT = LARGEST < TO - FROM ? LARGEST : TO - FROM;
-  I sum = iset(0);
   UNROLLED for (int i = FROM; i < TO; i += FIT) {
     I part = pairs(w[i], x + 4 * i);
     UNROLLED for (int j = 1; j < FIT; j++) part = add16(part, pairs(w[i + j], x + 4 * (i + j)));
-    sum = i == FROM ? widened(part) : iadd(sum, widened(part));
+    start = iadd(start, widened(part));
   }
-  return sum;
+  return start;
 }
 #elif defined(KVKEEP_NEON)
-template <int BITS> INLINE I base_of(const I (&)[8]) { return iset(0); }
-template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
-  I sum = iset(0);
+constexpr int SIGNED_ZERO = 0;
+INLINE I with_signed_zero(I codes) { return codes; }
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I start) {
   UNROLLED for (int i = FROM; i < TO; i++) {
     const int8x16_t a = vreinterpretq_s8_s32(w[i]), b = vreinterpretq_s8_s32(vdupq_n_s32(load32(x + 4 * i)));
 #if defined(KVKEEP_DOTPROD)
-    sum = vdotq_s32(sum, a, b);
+    start = vdotq_s32(start, a, b);
 #else  // two products of at most 128 * 127 fit 16 bits
-    sum = vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
+    start = vpadalq_s16(start, vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
 #endif
   }
-  return sum;
+  return start;
 }
 #else
-template <int BITS> INLINE I base_of(const I (&)[8]) { return 0; }
-template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I) {
-  I sum = 0;
+constexpr int SIGNED_ZERO = 0;
+INLINE I with_signed_zero(I codes) { return codes; }
+template <int BITS, int FROM, int TO> INLINE I integer_sum(const I (&w)[8], const int8_t* x, I start) {
   for (int i = FROM; i < TO; i++)
-    for (int b = 0; b < 4; b++) sum += int8_t(uint32_t(w[i]) >> 8 * b) * x[4 * i + b];
-  return sum;
+    for (int b = 0; b < 4; b++) start += int8_t(uint32_t(w[i]) >> 8 * b) * x[4 * i + b];
+  return start;
 }
 #endif
 

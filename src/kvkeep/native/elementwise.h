@@ -7,19 +7,6 @@
 
 namespace {
 
-constexpr int64_t TASK_ROWS = 16;  // rows of a task
-
-// Runs body(row) of all rows: by all threads where there are many.
-template <class F> INLINE void for_each_row(int64_t rows, const F& body) {
-  if (rows <= MAX_DIRECT_ROWS) {
-    for (int64_t r = 0; r < rows; r++) body(r);
-    return;
-  }
-  parallel_for((rows + TASK_ROWS - 1) / TASK_ROWS, [&](int64_t task) {
-    for (int64_t r = task * TASK_ROWS; r < min64(rows, (task + 1) * TASK_ROWS); r++) body(r);
-  });
-}
-
 // RMSNorm of a row, times `weight`. With `addend` it is that of x + addend, which is rounded and written to `total`.
 static void norm_row(const bf16* x, const bf16* addend, bf16* total, const float* weight, float eps, int64_t width,
                      bf16* y) {
@@ -41,8 +28,10 @@ static void norm_row(const bf16* x, const bf16* addend, bf16* total, const float
   for (int64_t i = vectors; i < width; i++) y[i] = narrow(widen(from[i]) * factor * weight[i]);
 }
 
-static void norm_rows(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y) {
-  for_each_row(rows, [&](int64_t r) { norm_row(x + r * width, nullptr, nullptr, weight, eps, width, y + r * width); });
+static void norm_rows(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y,
+                      bool has_team) {
+  auto norm = [&](int64_t r) { norm_row(x + r * width, nullptr, nullptr, weight, eps, width, y + r * width); };
+  for_each_row(rows, norm, has_team);
 }
 
 // Sine and cosine by polynomials in double precision: those of C libraries differ.
@@ -68,7 +57,7 @@ INLINE void sine_and_cosine(double x, double* sine, double* cosine) {
 
 static KvStatus norm(KvArray x, KvArray weight, float eps, KvArray y) {
   const int64_t width = weight.length;
-  norm_rows(numbers<bf16>(x), numbers<float>(weight), eps, x.length / width, width, numbers<bf16>(y));
+  norm_rows(numbers<bf16>(x), numbers<float>(weight), eps, x.length / width, width, numbers<bf16>(y), false);
   return KV_DONE;
 }
 
@@ -83,7 +72,7 @@ static KvStatus angles(KvArray all, KvArray of_channels, float scaling, KvArray 
       cosine[i] = cosine[half + i] = narrow(float(c) * scaling);
       sine[i] = sine[half + i] = narrow(float(s) * scaling);
     }
-  });
+  }, false);
   return KV_DONE;
 }
 

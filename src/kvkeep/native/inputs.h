@@ -17,30 +17,26 @@ struct InputGroup {  // 32 inputs of a row: scale * code
 
 static void round_group(const bf16* x, InputGroup& to) {
   const vf a = vload_bf16(x), b = vload_bf16(x + 16), zero = vset(0.0f);
-  float lanes[16], largest = 0.0f, not_finite = 0.0f;
-  vstore(lanes, (a - a) + (b - b));
-  for (int i = 0; i < 16; i++) not_finite += lanes[i];
-  if (not_finite != 0.0f) {  // an infinity or a NaN makes every output NaN, on every processor
+  if (sum((a - a) + (b - b)) != 0.0f) {  // an infinity or a NaN makes every output NaN, on every processor
     memset(to.codes, 0, sizeof to.codes);
     to.scale = to.sum = as_float(0x7fc00000);
     to.total = to.first_half = to.second_half = 0;
     return;
   }
-  largest = maximum(vmax(vmax(a, zero - a), vmax(b, zero - b)));
+  const float largest = maximum(vmax(vmax(a, zero - a), vmax(b, zero - b)));
   bool zero_group = largest < 1e-30f;  // keeps 127 / largest finite
   const vf inverse = vset(zero_group ? 0.0f : 127.0f / largest), magic = vset(12582912.0f);
-  int32_t codes[32], first = 0, second = 0;
-  UNROLLED for (int i = 0; i < PARTS; i++) {  // adding 1.5 * 2^23 rounds to the nearest integer, ties to even
+  // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even. Sums of a few integers are exact.
+  const vf first = a * inverse + magic, second = b * inverse + magic;
+  UNROLLED for (int i = 0; i < PARTS; i++) {
     const I bias = iset(0x4b400000);
-    istore(codes + i * W, isub(as_int(fadd(fmul(a.part[i], inverse.part[i]), magic.part[i])), bias));
-    istore(codes + 16 + i * W, isub(as_int(fadd(fmul(b.part[i], inverse.part[i]), magic.part[i])), bias));
+    int_to_bytes(to.codes + i * W, isub(as_int(first.part[i]), bias));
+    int_to_bytes(to.codes + 16 + i * W, isub(as_int(second.part[i]), bias));
   }
-  for (int i = 0; i < 32; i++) to.codes[i] = int8_t(codes[i]);
-  for (int i = 0; i < 16; i++) { first += codes[i]; second += codes[16 + i]; }
   to.scale = zero_group ? 0.0f : largest / 127.0f;
-  to.total = first + second;
-  to.first_half = first;
-  to.second_half = second;
+  to.first_half = int32_t(sum(first - magic));
+  to.second_half = int32_t(sum(second - magic));
+  to.total = to.first_half + to.second_half;
   to.sum = to.scale * float(to.total);
 }
 
@@ -68,21 +64,17 @@ struct InputRows {
     is_rounded = round;
     data = kv_scratch(kind_of(round), size_t(bytes_of(round, rows, inputs)));
     if (!data) return;
-    auto prepare_tile = [&](int64_t t) {
-      int count = rows_of(t);
-      for (int r = 0; r < count; r++) {
-        const bf16* from = x + (t * ROW_TILE + r) * stride;
-        if (round) {
-          InputGroup* to = (InputGroup*)data + t * ROW_TILE * groups() + r;
-          for (int64_t g = 0; g < groups(); g++) round_group(from + 32 * g, to[g * count]);
-        } else {
-          float* to = (float*)data + (t * ROW_TILE + r) * inputs;
-          for (int64_t i = 0; i < inputs; i++) to[i] = widen(from[i]);
-        }
+    for_each_row(rows, [&](int64_t r) {
+      const bf16* from = x + r * stride;
+      if (round) {
+        const int64_t first = r / ROW_TILE * ROW_TILE, count = min64(ROW_TILE, rows - first);
+        InputGroup* to = (InputGroup*)data + first * groups() + r - first;
+        for (int64_t g = 0; g < groups(); g++) round_group(from + 32 * g, to[g * count]);
+      } else {
+        float* to = (float*)data + r * inputs;
+        for (int64_t i = 0; i < inputs; i++) to[i] = widen(from[i]);
       }
-    };
-    if (rows > MAX_DIRECT_ROWS) parallel_for(tiles(), prepare_tile);
-    else prepare_tile(0);
+    });
   }
 };
 

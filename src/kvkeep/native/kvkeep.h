@@ -209,14 +209,18 @@ typedef struct KvInsert {  /* a new entry of each lane, and the column of a bank
   KvArray evicted_newest;  /* (lanes) int32: written, where there is `newest`; nothing: not wanted */
 } KvInsert;
 
-typedef struct KvStep {  /* one token of a session in one layer */
-  KvAttention attention; /* of one query, after the insert; the call writes its query, groups, scaling and sinks */
-  KvInsert insert;       /* of the token's entry */
+typedef struct KvStep {  /* the next token of a session in one layer, or several */
+  KvAttention attention; /* after the insert, with a query for each token; of several, each sees the entries up to its
+                            own. The call writes its query, groups, scaling and sinks */
+  KvInsert insert;       /* of the first token's entry; those of further ones take the next columns and slots. Of
+                            several tokens, nothing beside evicted entries is copied */
   KvArray received;      /* (lanes, entries) float32, written: the attention that each entry received; or nothing */
   int64_t reduce_max;    /* of the heads of a lane, 1: `received` is the maximum, 0: the mean */
-  int64_t token;         /* the token's row in the call */
-  int64_t first_lane;    /* the first of these lanes among those of the token; others may have another step */
-  int64_t token_lanes;   /* lanes of the token: its KV heads; 0: those of the attention */
+  int64_t evicts;        /* how many of the tokens evict an entry, where it is copied: the last ones, to rows from
+                            `evicted_row` on */
+  int64_t token;         /* the first token's row in the call; further ones have the next rows */
+  int64_t first_lane;    /* the first of these lanes among those of a token; others may have another step */
+  int64_t token_lanes;   /* lanes of a token: its KV heads; 0: those of the attention */
   int64_t number;        /* of the pass */
   int64_t written;       /* written: `number`, once the entries are written, and those that they evict are copied */
 } KvStep;
@@ -296,8 +300,8 @@ KvStatus kvkeep_received(const KvAttention* attention, KvArray lse, int64_t last
 /* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of the
  * widths and types of insert->keys and insert->values. */
 KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_values);
-/* Runs the attention of one layer for one token of each of some sessions: inserts its entry, then attends. A token's
- * lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
+/* Runs the attention of one layer for the next tokens of each of some sessions: inserts their entries, then attends. A
+ * token's lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
  * tokens, dim), or (tokens, kv heads, dim) with `by_token`. sinks: of each head, (heads) float32; or nothing. out:
  * (tokens, heads, value_dim). All others are bfloat16. lse: (tokens, heads) float32. The rows of these sessions' tokens
  * are written to out and lse, and no others. */

@@ -17,7 +17,7 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
   const int64_t rows = batch * tokens, dim = l.dim, heads = l.heads, kv_heads = l.kv_heads;
   const int64_t width = (heads + 2 * kv_heads) * dim;
   bf16 *normed = scratch, *projected = scratch + rows * l.hidden;
-  norm_rows(x, numbers<float>(l.input_norm), l.eps, rows, l.hidden, normed);
+  norm_rows(x, numbers<float>(l.input_norm), l.eps, rows, l.hidden, normed, true);
   InputRows inputs{normed, rows, l.hidden, l.hidden};
   for (int64_t i = 0, column = 0; i < 3 && l.qkv[i].outputs; column += l.qkv[i++].outputs)
     multiply(l.qkv[i], inputs, numbers<bf16>(l.qkv_bias[i]), projected + column, width);

@@ -13,22 +13,14 @@
 
 namespace {
 
-template <int ZERO> INLINE I without_zero(I sum, int32_t total) {
-  if constexpr (ZERO == 1) return isub(sum, iset(total));
-  if constexpr (ZERO == 4) return isub(sum, ishl<2>(iset(total)));
-  if constexpr (ZERO == 8) return isub(sum, ishl<3>(iset(total)));
-  if constexpr (ZERO == 16) return isub(sum, ishl<4>(iset(total)));
-  if constexpr (ZERO == 32) return isub(sum, ishl<5>(iset(total)));
-  if constexpr (ZERO == 64) return isub(sum, ishl<6>(iset(total)));
-  return sum;
-}
-
 struct IntegerSums { I first, second; };     // of a row's group: of all of it, or of its halves
 
-template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], I base, const int8_t* x) {
-  constexpr int BITS = bits_of<KIND>();
-  if constexpr (LAYOUTS[KIND].halves) return {integer_sum<BITS, 0, 4>(w, x, base), integer_sum<BITS, 4, 8>(w, x, base)};
-  const I all = integer_sum<BITS, 0, 8>(w, x, base);
+template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], const InputGroup& x) {
+  constexpr int BITS = bits_of<KIND>(), ZERO = zero_point_of<KIND>();
+  if constexpr (LAYOUTS[KIND].halves)
+    return {integer_sum<BITS, 0, 4>(w, x.codes, iset(-ZERO * x.first_half)),
+            integer_sum<BITS, 4, 8>(w, x.codes, iset(-ZERO * x.second_half))};
+  const I all = integer_sum<BITS, 0, 8>(w, x.codes, iset(-ZERO * x.total));
   return {all, all};
 }
 
@@ -37,36 +29,44 @@ template <int KIND> INLINE F add_group(F sum, const IntegerSums& integers, const
   constexpr KindLayout L = LAYOUTS[KIND];
   const F by = fset(x.scale);
   if constexpr (L.halves) {
-    const I first = without_zero<L.zero_point>(integers.first, x.first_half);
-    const I second = without_zero<L.zero_point>(integers.second, x.second_half);
-    sum = ffma(fmul(scales.first, by), to_float(first), sum);
-    sum = ffma(fmul(scales.second, by), to_float(second), sum);
+    sum = ffma(fmul(scales.first, by), to_float(integers.first), sum);
+    sum = ffma(fmul(scales.second, by), to_float(integers.second), sum);
     if constexpr (!L.offsets) return sum;
     sum = ffma(scales.offset, fset(x.scale * float(x.first_half)), sum);
     return ffma(scales.second_offset, fset(x.scale * float(x.second_half)), sum);
   }
-  sum = ffma(fmul(scales.first, by), to_float(without_zero<L.zero_point>(integers.first, x.total)), sum);
+  sum = ffma(fmul(scales.first, by), to_float(integers.first), sum);
   return L.offsets ? ffma(scales.offset, fset(x.sum), sum) : sum;
 }
 
 #if defined(KVKEEP_I8MM)
 template <int KIND>
-INLINE void sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, IntegerSums& of_x, IntegerSums& of_y) {
-  if constexpr (LAYOUTS[KIND].halves) {
-    integer_sums_of_two<0, 4>(w, x, y, of_x.first, of_y.first);
-    integer_sums_of_two<4, 8>(w, x, y, of_x.second, of_y.second);
-  } else
-    integer_sums_of_two<0, 8>(w, x, y, of_x.first, of_y.first);
+INLINE void sums_of_two(const I (&w)[8], const InputGroup& x, const InputGroup& y, IntegerSums& of_x,
+                        IntegerSums& of_y) {
+  constexpr int ZERO = zero_point_of<KIND>();
+  constexpr bool HALVES = LAYOUTS[KIND].halves;
+  integer_sums_of_two<0, HALVES ? 4 : 8>(w, x.codes, y.codes, of_x.first, of_y.first);
+  of_x.first = iadd(of_x.first, iset(-ZERO * (HALVES ? x.first_half : x.total)));
+  of_y.first = iadd(of_y.first, iset(-ZERO * (HALVES ? y.first_half : y.total)));
+  if constexpr (HALVES) {
+    integer_sums_of_two<4, 8>(w, x.codes, y.codes, of_x.second, of_y.second);
+    of_x.second = iadd(of_x.second, iset(-ZERO * x.second_half));
+    of_y.second = iadd(of_y.second, iset(-ZERO * y.second_half));
+  }
 }
 #endif
+
+// Fetches what lies AHEAD of a group, bytes: the processor's own fetching ends with a page.
+constexpr int64_t AHEAD = 4096;
+template <int KIND> INLINE void fetch_ahead(const uint8_t* panel, int g) {
+  constexpr int BYTES = LAYOUTS[KIND].unit_bytes / Unit<KIND>::GROUPS;
+  UNROLLED for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(panel + AHEAD + g * BYTES + b);
+}
 
 // R rows with a panel, NV vectors of outputs from `lane` on; sums in registers. A group has `stride` rows.
 template <int KIND, int R, int NV>
 static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int stride, int lane, float* out) {
   constexpr KindLayout L = LAYOUTS[KIND];
-  // The processor fetches codes ahead by itself, as they are read in order. The next unit's scales, which are wanted
-  // before its codes are, it does not.
-  constexpr int CODES = Unit<KIND>::GROUPS * L.group_bytes;
   F sums[NV][R];
   UNROLLED for (int v = 0; v < NV; v++)
     UNROLLED for (int r = 0; r < R; r++) sums[v][r] = fset(0.0f);
@@ -74,14 +74,13 @@ static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, i
     Unit<KIND> unit[NV];
     UNROLLED for (int v = 0; v < NV; v++) unit[v] = Unit<KIND>::at(panel, lane + v * W);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += stride) {
-      if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
+      if (lane == 0) fetch_ahead<KIND>(panel, g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
         weights_of<KIND>(unit[v], g, w);
-        const I base = base_of<bits_of<KIND>()>(w);
         const Scales scales = scales_of<KIND>(unit[v], g);
         UNROLLED for (int r = 0; r < R; r++)
-          sums[v][r] = add_group<KIND>(sums[v][r], sums_of<KIND>(w, base, x[r].codes), x[r], scales);
+          sums[v][r] = add_group<KIND>(sums[v][r], sums_of<KIND>(w, x[r]), x[r], scales);
       }
     }
   }
@@ -98,9 +97,9 @@ static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, 
   for (int64_t u = 0; u < units; u++, panel += L.unit_bytes) {
     const Unit<KIND> unit = Unit<KIND>::at(panel, lane);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += rows) {
+      if (lane == 0) fetch_ahead<KIND>(panel, g);
       I w[8];
       weights_of<KIND>(unit, g, w);
-      const I base = base_of<bits_of<KIND>()>(w);
       const Scales scales = scales_of<KIND>(unit, g);
       auto add = [&](int r, const IntegerSums& integers) {
         fstore(sums + r * W, add_group<KIND>(fload(sums + r * W), integers, x[r], scales));
@@ -109,12 +108,12 @@ static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, 
 #if defined(KVKEEP_I8MM)
       for (; r + 2 <= rows; r += 2) {
         IntegerSums one, other;
-        sums_of_two<KIND>(w, x[r].codes, x[r + 1].codes, one, other);
+        sums_of_two<KIND>(w, x[r], x[r + 1], one, other);
         add(r, one);
         add(r + 1, other);
       }
 #endif
-      for (; r < rows; r++) add(r, sums_of<KIND>(w, base, x[r].codes));
+      for (; r < rows; r++) add(r, sums_of<KIND>(w, x[r]));
     }
   }
   for (int r = 0; r < rows; r++) fstore(out + r * PANEL + lane, fload(sums + r * W));
@@ -136,7 +135,8 @@ static void few_rows_of_panel(const uint8_t* panel, int64_t units, const InputGr
 template <int KIND>
 static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup* x, int rows, float* out) {
   const int64_t units = inputs / LAYOUTS[KIND].unit;
-  if constexpr (W == 16) {  // codes are unpacked for eight rows at a time: sums in memory would cost more
+  if constexpr (W == 16) {  // codes are unpacked for a tile, or eight rows: sums in memory would cost more
+    if (rows == ROW_TILE) return few_rows<KIND, ROW_TILE, 1>(panel, units, x, rows, 0, out);
     for (int r = 0; r < rows; r += FEW_ROWS)
       few_rows_of_panel<KIND>(panel, units, x + r, rows - r < FEW_ROWS ? rows - r : FEW_ROWS, rows, out + r * PANEL);
   } else if (rows <= FEW_ROWS) {

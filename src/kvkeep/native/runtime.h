@@ -69,5 +69,12 @@ template <class F> inline void with_team(bool wanted, const F& call) {
   if (wanted) kv_with_team([](const void* context, int64_t) { (*(const F*)context)(); }, &call);
   else call();
 }
+// Runs body(row) of all rows by all threads; a few rows of a call that has no team by one, which is faster.
+template <class F> inline void for_each_row(int64_t rows, const F& body, bool has_team = true) {
+  const int64_t task_rows = has_team && rows <= MAX_DIRECT_ROWS ? 1 : MAX_DIRECT_ROWS;
+  parallel_for((rows + task_rows - 1) / task_rows, [&](int64_t task) {
+    for (int64_t r = task * task_rows; r < rows && r < (task + 1) * task_rows; r++) body(r);
+  });
+}
 
 }  // namespace

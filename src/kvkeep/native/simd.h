@@ -29,6 +29,20 @@
 
 namespace {
 
+#if defined(KVKEEP_AVX2) || defined(KVKEEP_AVX512)
+// One half with the other, until there is one number.
+INLINE float sum_of_eight(__m256 a) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+INLINE float maximum_of_eight(__m256 a) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+#endif
+
 // ---- F: W floats; I: W integers of 32 bits -------------------------------------------------------------------------
 
 #if defined(KVKEEP_AVX512)
@@ -82,6 +96,16 @@ INLINE void int_to_u16(uint16_t* p, I v) {
   istore(i, v);
   for (int k = 0; k < 16; k++) p[k] = uint16_t(i[k]);
 }
+INLINE void int_to_bytes(int8_t* p, I v) {
+  int32_t i[16];
+  istore(i, v);
+  for (int k = 0; k < 16; k++) p[k] = int8_t(i[k]);
+}
+INLINE __m256 high_eight(F a) {
+  float f[16];
+  fstore(f, a);
+  return _mm256_loadu_ps(f + 8);
+}
 INLINE I found(const uint32_t* table, I index) {
   int32_t i[16];
   istore(i, index);
@@ -95,8 +119,12 @@ INLINE I bytes_to_int(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_s
 INLINE I ubytes_to_int(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE I u16_to_int(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE void int_to_u16(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(v)); }  // v < 2^16
+INLINE void int_to_bytes(int8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(v)); }
+INLINE __m256 high_eight(F a) { return _mm512_maskz_extractf32x8_ps(0xff, a, 1); }
 INLINE I found(const uint32_t* table, I index) { return _mm512_i32gather_epi32(index, table, 4); }  // of each lane
 #endif
+INLINE float fsum(F a) { return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(a), high_eight(a))); }
+INLINE float fmaximum(F a) { return maximum_of_eight(_mm256_max_ps(_mm512_castps512_ps256(a), high_eight(a))); }
 // where x >= limit: v, else `other`
 INLINE F where_at_least(F x, F limit, F v, F other) {
   return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), v);
@@ -116,6 +144,8 @@ INLINE F fsub(F a, F b) { return _mm256_sub_ps(a, b); }
 INLINE F fdiv(F a, F b) { return _mm256_div_ps(a, b); }
 INLINE F ffma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE F fmax_(F a, F b) { return _mm256_max_ps(a, b); }
+INLINE float fsum(F a) { return sum_of_eight(a); }
+INLINE float fmaximum(F a) { return maximum_of_eight(a); }
 INLINE F fmin_(F a, F b) { return _mm256_min_ps(a, b); }
 INLINE I as_int(F a) { return _mm256_castps_si256(a); }
 INLINE F as_f(I a) { return _mm256_castsi256_ps(a); }
@@ -138,6 +168,10 @@ INLINE void int_to_u16(uint16_t* p, I v) {
   __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
+INLINE void int_to_bytes(int8_t* p, I v) {  // within int8
+  const __m256i words = _mm256_packs_epi32(v, v), bytes = _mm256_packs_epi16(words, words);
+  _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
 INLINE I found(const uint32_t* table, I index) { return _mm256_i32gather_epi32((const int*)table, index, 4); }
 INLINE F where_at_least(F x, F limit, F v, F other) {
   return _mm256_blendv_ps(other, v, _mm256_cmp_ps(x, limit, _CMP_GE_OQ));
@@ -158,6 +192,11 @@ INLINE F fdiv(F a, F b) { return vdivq_f32(a, b); }
 INLINE F ffma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 INLINE F fmax_(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // the second where one is no number, as on x86
 INLINE F fmin_(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+INLINE float fsum(F a) {
+  const float32x2_t two = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+INLINE float fmaximum(F a) { return vmaxvq_f32(a); }
 INLINE I as_int(F a) { return vreinterpretq_s32_f32(a); }
 INLINE F as_f(I a) { return vreinterpretq_f32_s32(a); }
 INLINE I iset(int32_t x) { return vdupq_n_s32(x); }
@@ -180,6 +219,10 @@ INLINE I ubytes_to_int(const uint8_t* p) {
 }
 INLINE I u16_to_int(const uint16_t* p) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(p))); }
 INLINE void int_to_u16(uint16_t* p, I v) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(v))); }
+INLINE void int_to_bytes(int8_t* p, I v) {
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(vmovn_s32(v), vmovn_s32(v)));
+  memcpy(p, &bytes, 4);
+}
 INLINE I found(const uint32_t* table, I index) {
   int32_t i[4];
   istore(i, index);
@@ -203,6 +246,8 @@ INLINE F fdiv(F a, F b) { return a / b; }
 INLINE F ffma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
 INLINE F fmax_(F a, F b) { return a > b ? a : b; }
 INLINE F fmin_(F a, F b) { return a < b ? a : b; }
+INLINE float fsum(F a) { return a; }
+INLINE float fmaximum(F a) { return a; }
 INLINE I as_int(F a) { return I(as_bits(a)); }
 INLINE F as_f(I a) { return as_float(uint32_t(a)); }
 INLINE I iset(int32_t x) { return x; }
@@ -221,6 +266,7 @@ INLINE I bytes_to_int(const int8_t* p) { return *p; }
 INLINE I ubytes_to_int(const uint8_t* p) { return *p; }
 INLINE I u16_to_int(const uint16_t* p) { return *p; }
 INLINE void int_to_u16(uint16_t* p, I v) { *p = uint16_t(v); }
+INLINE void int_to_bytes(int8_t* p, I v) { *p = int8_t(v); }
 INLINE I found(const uint32_t* table, I index) { return I(table[index]); }
 INLINE F where_at_least(F x, F limit, F v, F other) { return x >= limit ? v : other; }
 

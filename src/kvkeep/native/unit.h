@@ -160,6 +160,13 @@ INLINE void codes_of_digits(const uint8_t* bytes, int g, I (&w)[8]) {
   }
 }
 
+template <int KIND> constexpr int bits_of() {
+  return LAYOUTS[KIND].values && !has_codebook(KIND) ? 8 : LAYOUTS[KIND].bits;
+}
+template <int KIND> constexpr int zero_point_of() {
+  return bits_of<KIND>() == 8 ? SIGNED_ZERO : LAYOUTS[KIND].zero_point;
+}
+
 // What codes stand for: dword i of W outputs.
 template <int KIND> INLINE void weights_of(const Unit<KIND>& unit, int g, I (&w)[8]) {
   constexpr KindLayout L = LAYOUTS[KIND];
@@ -167,9 +174,7 @@ template <int KIND> INLINE void weights_of(const Unit<KIND>& unit, int g, I (&w)
   else if constexpr (has_codebook(KIND)) codes_of_entries(unit, g, w);
   else unpack_codes<L.bits>(unit.codes + g * L.group_bytes, w);
   if constexpr (L.values != nullptr) { UNROLLED for (int i = 0; i < 8; i++) w[i] = values_of(w[i], L.values); }
-}
-template <int KIND> constexpr int bits_of() {
-  return LAYOUTS[KIND].values && !has_codebook(KIND) ? 8 : LAYOUTS[KIND].bits;
+  if constexpr (bits_of<KIND>() == 8) { UNROLLED for (int i = 0; i < 8; i++) w[i] = with_signed_zero(w[i]); }
 }
 
 }  // namespace

@@ -61,19 +61,16 @@ INLINE vf vpairs_high(const void* p) {
   return r;
 }
 
-INLINE float sum(vf v) {  // one fixed tree
-  float a[16];
-  vstore(a, v);
-  for (int step = 8; step; step /= 2)
-    for (int i = 0; i < step; i++) a[i] += a[i + step];
-  return a[0];
+// One fixed tree: number i with number i + 8, then with i + 4, i + 2 and i + 1.
+INLINE float sum(vf v) {
+  UNROLLED for (int step = PARTS / 2; step; step /= 2)
+    UNROLLED for (int i = 0; i < step; i++) v.part[i] = fadd(v.part[i], v.part[i + step]);
+  return fsum(v.part[0]);
 }
-INLINE float maximum(vf v) {
-  float a[16], m;
-  vstore(a, v);
-  m = a[0];
-  for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
-  return m;
+INLINE float maximum(vf v) {  // of numbers that are not NaN
+  UNROLLED for (int step = PARTS / 2; step; step /= 2)
+    UNROLLED for (int i = 0; i < step; i++) v.part[i] = fmax_(v.part[i], v.part[i + step]);
+  return fmaximum(v.part[0]);
 }
 
 // ---- single numbers -------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ class SessionPass:
     """More of the same text follows."""
     error: Exception | None = None
     """The exception that ended its part in this pass."""
-    steps: dict[int, Sequence[LayerStep]] = field(default_factory=dict)
-    """By layer, the planned steps of its tokens."""
+    steps: dict[int, LayerStep] = field(default_factory=dict)
+    """By layer, the planned step of its tokens."""
     entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer, the keys and values that attention reads."""
 
@@ -67,7 +67,7 @@ class ForwardHooks:
         self.writes = Writes()
         """Which planned steps of this pass have written their entries."""
         self._open = False
-        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and indices in the row
+        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and first tokens
         self._tokens = 0  # of the row
         self._residuals: list[SessionPass] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
@@ -127,10 +127,10 @@ class ForwardHooks:
                 first = session.span.start or 0
                 count = (self._tokens if session.span.stop is None else session.span.stop) - first
                 session.steps = self._attempt(session, session.stream.plan, count, self.wrote) or {}
-                for index, planned in session.steps.items():
+                for index, step in session.steps.items():
                     steps, tokens = self._planned.setdefault(index, ([], []))
-                    steps += planned
-                    tokens += range(first, first + count)
+                    steps.append(step)
+                    tokens.append(first)
         self._residuals = [one for one in self.sessions if one.error is None and one.stream.wants_residuals]
         exact = all(session.stream.exact for session in self.sessions if session.steps)
         self._executor, self.writes = native if exact else plain, Writes()
@@ -140,7 +140,7 @@ class ForwardHooks:
         return bool(self._executor.wrote(step, self.writes))
 
     def every_layer(self) -> list[list[LayerStep]]:
-        """Return the steps of each layer, one for each token of the row. Return nothing if any layer or session has
+        """Return the steps of each layer, in the order of the row. Return nothing if any layer or session has
         work besides planned steps."""
         count = len(self.geometry.layers)
         complete = all(len(session.steps) == count for session in self.sessions)
@@ -150,7 +150,7 @@ class ForwardHooks:
 
     def plans(self, layer: int) -> bool:
         """Return whether the steps of all tokens are planned in a layer."""
-        return layer in self._planned and len(self._planned[layer][0]) == self._tokens
+        return layer in self._planned and sum(step.tokens for step in self._planned[layer][0]) == self._tokens
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Pass the residuals of its tokens to each session whose checkpoint stores them."""

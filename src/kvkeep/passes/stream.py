@@ -39,8 +39,6 @@ from kvkeep.stores.layer_group import LayerGroup
 
 MAX_PLANNED = 16
 """The maximum number of tokens of a sequence whose steps are planned together."""
-MAX_READS = 24_576
-"""The maximum number of entries that their queries then read in a layer, each entry once for each query."""
 TRIM_TOKENS = 2048
 """Tokens after which freed memory is returned to the system. Data in use lies between it, so a process would otherwise
 grow with the text."""
@@ -85,7 +83,7 @@ class CacheStream:
         self._known = self._pending_bytes = self._read = 0
         self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._disturbed = False  # whether a lossy method's pass was undone, and no pass has followed
-        self._steps = dict[int, Sequence[LayerStep]]()  # planned and not committed, by layer
+        self._steps = dict[int, LayerStep]()  # planned and not committed, by layer
         self._wrote: Callable[[LayerStep], bool] = _none
         self._masked = False  # whether the caller's mask masks more than padding
 
@@ -234,27 +232,18 @@ class CacheStream:
         return self.checkpoint is not None and self.checkpoint.by_token
 
     @outside_inference_mode
-    def plan(self, count: int, wrote: Callable[[LayerStep], bool]) -> dict[int, Sequence[LayerStep]]:
-        """Return the steps of ``count`` tokens in each layer that can plan them. Several are planned if their entries
-        take the next rows, and if so many queries do not read the entries of a long text again and again. wrote: says
-        whether a step has written its entry, if the pass is not completed."""
+    def plan(self, count: int, wrote: Callable[[LayerStep], bool]) -> dict[int, LayerStep]:
+        """Return the step of ``count`` tokens in each layer that can plan it. wrote: says whether a step has written
+        its entries, if the pass is not completed."""
         before, self._groups, self._steps, self._wrote = self._groups, [], {}, wrote
         if not self._plannable or self._latent:
             return {}
-        if count > 1:
-            if self.streams or not self.exact or count > MAX_PLANNED or count * self.length > MAX_READS:
-                return {}
-            found = {index: self.layers[index].plan(count) for index in self._single}
-            self._steps = {
-                index: [step.later(place) for place in range(count)]
-                for index, step in found.items()
-                if step is not None
-            }
-            return {**self._steps}
+        if count > 1 and (not self.exact or count > MAX_PLANNED):
+            return {}
         steps, groups = dict[int, LayerStep](), dict[Hashable, list[tuple[int, LayerStep, Any]]]()
         for index in self._single:
             layer = self.layers[index]
-            if (step := layer.plan()) is None:
+            if (step := layer.plan(count)) is None:
                 continue
             steps[index] = step
             if self.streams and not self._drafting and (key := layer.resident.group) is not None:
@@ -264,7 +253,7 @@ class CacheStream:
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
             steps |= zip(indices, group.plan(planned), strict=True)
             self._groups.append(group)
-        self._steps = {index: [step] for index, step in steps.items()}
+        self._steps = steps
         return {**self._steps}
 
     @property
@@ -281,12 +270,12 @@ class CacheStream:
         whole pass has run; otherwise those count that have written their entries. An interrupted call can be
         repeated."""
         while self._steps:
-            index, steps = next(iter(self._steps.items()))
-            if completed or all(map(self._wrote, steps)):
-                self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index])
+            index, step = next(iter(self._steps.items()))
+            if completed or self._wrote(step):
+                self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index] * step.tokens)
                 layer = self.layers[index]
                 arrived = layer.arrived if isinstance(layer, Layer) else layer.get_seq_length()
-                for _ in range(self._known + len(steps) - arrived):
+                for _ in range(self._known + step.tokens - arrived):
                     layer.commit()
             del self._steps[index]
         self._wrote = _none  # which refers to this stream, whose memory is freed without a collection

@@ -36,7 +36,7 @@ def check(step: LayerStep) -> StepShape:
     """Raise BadCall where a step breaks a rule; its others are not checked."""
     bank, append, evict = bank_of(step), step.append, step.evict
     check_beside(append, bank.lanes)
-    if append.slots is not None and step.ranks is None and append.row >= append.slots.shape[1]:
+    if append.slots is not None and step.ranks is None and append.row > append.slots.shape[1] - step.tokens:
         raise BadCall("a new entry must take a column of its bank")
     if evict is not None:
         check_beside(evict, bank.lanes, append)
@@ -108,17 +108,23 @@ def check_beside(one: Destination, lanes: int, source: Destination | None = None
 
 
 def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
-    """Check what changes with every token. entries: those that the query attends to."""
-    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, _ = step
+    """Check what changes with every token. entries: those that the last query attends to."""
+    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, tokens, evicts = step
+    if tokens != 1 and not (
+        0 < tokens <= entries and ranks is None and (evict is None or evict.slots is None) and not reduce
+    ):
+        raise BadCall("several tokens of a step must attend to their own entries, and rank and score none")
+    if not 0 < evicts <= tokens:
+        raise BadCall("entries must be evicted by tokens of their step")
     if ranks is not None:
         slots = append.slots
         if slots is None or ranks.shape != slots.shape or not 0 < ranks.shape[1] <= bank.rows:
             raise BadCall("ranks must come with slots, one for each lane and column of the bank")
-    elif not 0 <= append.row < bank.rows:
+    elif not 0 <= append.row <= bank.rows - tokens:
         raise BadCall("a new entry must take a column of its bank")
-    if not 0 <= slot < _SLOTS:
+    if not 0 <= slot <= _SLOTS - tokens:
         raise BadCall("the slot of a new entry must be a number of 31 bits")
-    if evict is not None and not 0 <= evict.row < bank.evicted_rows:
+    if evict is not None and not 0 <= evict.row <= bank.evicted_rows - evicts:
         raise BadCall("evicted entries must be copied to a row of each lane")
     if new_scores is not None and new_scores.shape != (bank.lanes,):
         raise BadCall("new scores must be one for each lane")

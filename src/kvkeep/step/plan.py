@@ -1,9 +1,9 @@
 """A step as data: where a new entry of each lane is written, which entry it evicts, what its query attends to, and
 which attention is recorded.
 
-:class:`LayerStep` describes the work of one decoded token in one layer before it is executed. Other tokens attend over
-:class:`Segment`, which may be masked or coded: those of prompts and padded batches, and those whose attention depends
-on how a store encodes the evicted entry.
+:class:`LayerStep` describes the work of one decoded token in one layer before it is executed, or of several tokens
+whose entries take rows one after the other. Other tokens attend over :class:`Segment`, which may be masked or coded:
+those of prompts and padded batches, and those whose attention depends on how a store encodes the evicted entry.
 """
 
 from __future__ import annotations
@@ -183,14 +183,14 @@ class Writes:
 
 
 class LayerStep(NamedTuple):
-    """The step of one decoded token of a sequence in one layer: its entry is written, and its query attends. The
-    native library compares it with its tensors before it writes. Every token has new steps, so they are named tuples:
-    these are made in a third of the time of a frozen dataclass."""
+    """The step of one decoded token of a sequence in one layer: its entry is written, and its query attends; or of
+    several tokens (:attr:`tokens`). The native library compares it with its tensors before it writes. Every token has
+    new steps, so they are named tuples: these are made in a third of the time of a frozen dataclass."""
 
     append: Destination
     """Where the new entry is written; the entry in that row is evicted."""
     slot: int = 0
-    """The slot of the new entry."""
+    """The slot of the new entry, or of the first one."""
     ranks: Tensor | None = None
     """(lanes, columns), for the library float32 or int32. The new entry takes the row of lowest rank; rows with slot -1
     come first. None: it takes ``append.row``."""
@@ -215,22 +215,12 @@ class LayerStep(NamedTuple):
     others: Sequence[LayerStep] = ()
     """The steps of the token's other lanes, in order, if lanes have different numbers of entries; they have no
     others."""
-    place: int = 0
-    """The token's place among those of its sequence that one call runs: all entries are written before the first query
-    attends."""
-
-    def later(self, place: int) -> LayerStep:
-        """Return the step of the token ``place`` tokens later, if each takes the next row, and attends to one entry
-        more."""
-        if not place:
-            return self
-        append, last = self.append, self.attend[-1]
-        return self._replace(
-            append=append._replace(row=append.row + place),
-            slot=self.slot + place,
-            attend=[*self.attend[:-1], last._replace(stop=last.stop + place)],
-            place=place,
-        )
+    tokens: int = 1
+    """How many tokens of the sequence. All their entries are written, from the row and slot of the first one on, before
+    the queries attend; each query then attends to the entries up to its token's."""
+    evicts: int = 1
+    """How many of these tokens evict an entry, if there is :attr:`evict`: the last ones. The evicted entries are copied
+    to rows that follow each other. Of several tokens, nothing beside entries is copied."""
 
     @property
     def parts(self) -> Sequence[LayerStep]:
@@ -246,9 +236,15 @@ class LayerStep(NamedTuple):
         return total
 
     def segments(self) -> list[Segment]:
-        """Return :attr:`attend` as segments, with :attr:`seen` as their masks."""
-        segments = [span.segment() for span in self.attend]
-        if self.seen is None:
+        """Return :attr:`attend` as segments, with what each query sees as their masks."""
+        segments, seen = [span.segment() for span in self.attend], self.seen
+        if seen is not None:
+            seen = seen[:, None, None, : self.entries]
+        if self.tokens > 1:
+            earlier = torch.ones(self.tokens, self.entries, dtype=torch.bool).tril(self.entries - self.tokens)
+            earlier = earlier.to(self.append.keys.device)[None, None]
+            seen = earlier if seen is None else seen & earlier
+        if seen is None:
             return segments
-        masks = self.seen[:, None, None, : self.entries].split([span.entries for span in self.attend], -1)
+        masks = seen.split([span.entries for span in self.attend], -1)
         return [replace(segment, mask=mask) for segment, mask in zip(segments, masks, strict=True)]

@@ -28,7 +28,7 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     bank = check(step)
     if (keys.shape, values.shape) != tuple((bank.lanes, width) for width in bank.widths):
         raise BadCall("new entries must have the width of a bank's rows, one for each lane")
-    _write(step, keys, values, Writes())
+    _write(step, keys[:, None], values[:, None], Writes())
 
 
 def wrote(step: LayerStep, writes: Writes) -> bool:
@@ -37,10 +37,11 @@ def wrote(step: LayerStep, writes: Writes) -> bool:
 
 
 def _write(step: LayerStep, keys: Tensor, values: Tensor, writes: Writes) -> None:
+    """Write the new entries of each lane, keys and values (lanes, tokens, dim)."""
     append, evict, ranks = step.append, step.evict, step.ranks
     own_keys, own_values = append.keys.flatten(0, -3), append.values.flatten(0, -3)
-    lane = torch.arange(len(own_keys), device=own_keys.device)
-    row: Tensor | int = append.row
+    lane, later = (torch.arange(count, device=own_keys.device) for count in (len(own_keys), step.tokens))
+    row = append.row + later
     if ranks is not None:
         assert append.slots is not None
         slots = append.slots
@@ -48,17 +49,18 @@ def _write(step: LayerStep, keys: Tensor, values: Tensor, writes: Writes) -> Non
         ranks = ranks.masked_fill(slots < 0, lowest)
         if step.oldest:
             ranks = torch.where(ranks == ranks.amin(1, keepdim=True), slots, 2**31 - 1)
-        row = ranks.argmin(1)
-    place = lane, row
+        row = ranks.argmin(1, keepdim=True)
+    place = lane[:, None], row  # (lanes, tokens)
     beside = ("slots", "scores", "extra", "newest")
     if evict is not None:
-        evict.keys[..., evict.row, :], evict.values[..., evict.row, :] = own_keys[place], own_values[place]
+        rows, leaving = slice(evict.row, evict.row + step.evicts), (lane[:, None], row[..., -step.evicts :])
+        evict.keys[..., rows, :], evict.values[..., rows, :] = own_keys[leaving], own_values[leaving]
         for name in beside:
             if (target := getattr(evict, name)) is not None:
-                target[:, 0] = getattr(append, name)[place]
+                target[:] = getattr(append, name)[place]
     writes.steps.add(id(step))
     own_keys[place], own_values[place] = keys, values
-    fresh = (step.slot, 0.0 if step.new_scores is None else step.new_scores, 0.0, 0)
+    fresh = (step.slot + later.int(), 0.0 if step.new_scores is None else step.new_scores[:, None], 0.0, 0)
     for name, new in zip(beside, fresh, strict=True):
         if (target := getattr(append, name)) is not None:
             target[place] = new
@@ -74,23 +76,24 @@ def run(
     sinks: Tensor | None = None,
     writes: Writes | None = None,
 ) -> Tensor:
-    """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
-    heads, value_dim). Places of the row without such a token get 0.
+    """Run one layer for the next tokens of each of several sessions: write their entries, and return their attention,
+    (1, row, heads, value_dim). Places of the row without such a token get 0.
 
-    steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written. Raises
-    BadCall where a step does not fit its tensors.
+    steps, tokens: the step of each session, and its first token's place in the row. query: (1, heads, row, dim). key,
+    value: (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written.
+    Raises BadCall where a step does not fit its tensors.
     """
     writes = writes or Writes()
     for one, token in zip(steps, tokens, strict=True):
         check_lanes(one.parts, [check(part) for part in one.parts], (key.shape[1], key.shape[3], value.shape[3]))
-        if not 0 <= token < query.shape[2]:
-            raise BadCall("the token of a step must be one of the call")
+        if not 0 <= token <= query.shape[2] - one.tokens:
+            raise BadCall("the tokens of a step must be some of the call")
     output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
         lanes_here = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
-        _write(step, key[0, lanes_here, token], value[0, lanes_here, token], writes)
-        grouped = query[0, :, token].unflatten(0, (key.shape[1], -1))[lanes_here, :, None]
+        here = slice(token, token + step.tokens)
+        _write(step, key[0, lanes_here, here], value[0, lanes_here, here], writes)
+        grouped = query[0, :, here].unflatten(0, (key.shape[1], -1))[lanes_here]
         segments = step.segments()
         own_sinks = None if sinks is None else sinks.unflatten(0, (key.shape[1], -1))[lanes_here].flatten()
         if step.reduce:
@@ -99,7 +102,7 @@ def run(
             torch.cat(received, 1, out=step.received)
         else:
             found = combined(grouped, segments, scaling, own_sinks)[0].to(query.dtype)
-        output[0, token].unflatten(0, (key.shape[1], -1))[lanes_here] = found.flatten(1, 2)
+        output[0, here].unflatten(1, (key.shape[1], -1))[:, lanes_here] = found.permute(2, 0, 1, 3)
     return output
 
 

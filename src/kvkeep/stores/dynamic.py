@@ -124,17 +124,17 @@ class DynamicLayer(CacheLayerMixin):
         self._values.append(value_states)
 
     def plan(self, count: int = 1) -> LayerStep | None:
-        """Return the step for the next entry of each head of one row. None where memory has to grow first for ``count``
-        entries, or where there are several rows."""
+        """Return the step for the next ``count`` entries of each head of one row. None where memory has to grow first,
+        or where there are several rows."""
         row, keys, values = self._keys.tail.length, self._keys.tail.data, self._values.tail.data
         if keys is None or values is None:
             return None
         batch, _, rows, _ = keys.shape
         if batch > 1 or row + count > rows:
             return None
-        last, full = Span(keys, values, 0, row + 1), self._full.span(self._keys.head, self._values.head)
+        last, full = Span(keys, values, 0, row + count), self._full.span(self._keys.head, self._values.head)
         spans = [last] if full is None else [full, last]
-        return LayerStep(Destination(keys, values, row), self._keys.length, attend=spans)
+        return LayerStep(Destination(keys, values, row), self._keys.length, attend=spans, tokens=count)
 
     def commit(self) -> None:
         """Note that the step of :meth:`plan` has run."""

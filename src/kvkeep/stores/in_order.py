@@ -54,10 +54,10 @@ class InOrder(EvictedStore):
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
 
-    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
+    def plan(self, append: Destination, first_lane: int, evicts: int) -> StoreShare | None:
         self.checkpoint.truncate(self.layer, self.taken)
         evict = self.checkpoint.next_row(self.layer) if evicts else None
-        if evicts and evict is None:
+        if evicts and (evict is None or evict.row + evicts > evict.keys.shape[-2]):  # the page has not as many rows
             return None
         stop = self.taken + evicts
         spans = self.checkpoint.spans(self.layer, stop) if stop else ()
@@ -124,23 +124,24 @@ class Newest(Resident):
         for (first, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
             yield Piece(key[:, None], value[:, None], first=first)
 
-    def plan(self) -> LayerStep | None:
+    def plan(self, count: int = 1) -> LayerStep | None:
         keys, values, capacity = self._keys.data, self._values.data, self._keys.capacity
         if keys is None or values is None:
             return None
-        if (row := self.length % capacity) >= keys.shape[1]:  # the ring has no row for it yet
+        if (row := self.length % capacity) + count > keys.shape[1]:  # they wrap, or the ring has no rows for them yet
             return None
         append = Destination(keys, values, row)  # in a full ring, the row of the oldest entry
-        first = self.evicted + (evicts := self.length - self.evicted == capacity)
+        first = max(self.evicted, self.length + count - capacity)  # that stays
+        evicts = first - self.evicted
         share = self.store.plan(append, 0, evicts)
         if share is None:
             return None
         start = first % capacity
-        stop = start + self.length + 1 - first
+        stop = start + self.length + count - first
         spans = [*share.attend, Span(keys, values, start, min(stop, capacity))]
         if stop > capacity:
             spans.append(Span(keys, values, 0, stop - capacity))
-        return LayerStep(append, self.length, evict=share.evict, attend=spans)
+        return LayerStep(append, self.length, evict=share.evict, attend=spans, tokens=count, evicts=max(evicts, 1))
 
     def commit(self) -> None:  # in an order in which an interrupted call can be repeated
         full = self.length - self.evicted == self._keys.capacity

@@ -71,13 +71,13 @@ class Layer(CacheLayerMixin):
         self.pending = writable(keys).flatten(0, 1), writable(values).flatten(0, 1)
         self.reader.arrive(self, *self.pending)
 
-    def plan(self) -> LayerStep | None:
-        """Return the step of the next token of one row without padding. None: the token goes through :meth:`take` and
-        its reader's ``attend``."""
-        return self.reader.plan(self) if self.heads and self.pending is None else None
+    def plan(self, count: int = 1) -> LayerStep | None:
+        """Return the step of the next ``count`` tokens of one row without padding. None: they go through :meth:`take`
+        and their reader's ``attend``."""
+        return self.reader.plan(self, count) if self.heads and self.pending is None else None
 
     def commit(self) -> None:
-        """Note that the step of :meth:`plan` has run. An interrupted call can be repeated."""
+        """Note that the next token of the step of :meth:`plan` has run. An interrupted call can be repeated."""
         self.reader.commit(self)
 
     @outside_inference_mode
@@ -278,8 +278,8 @@ class ReadEvicted(Reader):
             layer.finish()
         return output
 
-    def plan(self, layer: Layer) -> LayerStep | None:
-        step: LayerStep | None = layer.resident.plan()
+    def plan(self, layer: Layer, count: int = 1) -> LayerStep | None:
+        step: LayerStep | None = layer.resident.plan(count)
         return step
 
     def _attended_where_it_lies(self, layer: Layer, step: AttentionInputs) -> Tensor | None:

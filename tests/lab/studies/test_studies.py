@@ -24,6 +24,7 @@ from kvkeep_lab.studies.base import Drawn, Study, Trial
 from kvkeep_lab.studies.conversation_bytes import ConversationBytes, bytes_of, tokens_of
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.drafting import Drafting
+from kvkeep_lab.studies.passes import Passes
 from kvkeep_lab.studies.rebuilt import Rebuilt, reconstruction
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
@@ -82,6 +83,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "stream": {"tokens": 300, "stretch": 100, "budget": "32"},
     "agent-day": {"start": 200, "requests": 11},
     "drafts": {"edits": 2, "rounds": 1, "new": 20},
+    "passes": {"contexts": [40], "tokens": [1, 3], "budget": "32", "rounds": 1, "passes": 2},
 }
 """Sizes of the studies that no experiment is packaged of."""
 
@@ -100,7 +102,7 @@ def found(text: Path, rows: Path) -> Callable[[str], tuple[Study, Any]]:
         if isinstance(study, AgentDay):
             model = replace(model, model=tiny("llama", positions=4096))
             study = played(study, model.name, text.parent / "records")
-        if isinstance(study, Drafting):
+        if isinstance(study, Drafting | Passes):
             model = copying(text.parent)
         result = study.measure(Trial(model, files, 0, lambda what, done, total: shares.append(done / total)))
         assert shares == sorted(shares) and all(0 <= share <= 1.01 for share in shares)

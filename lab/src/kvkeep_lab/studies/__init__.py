@@ -16,6 +16,7 @@ from kvkeep_lab.studies.held_bytes import HeldBytesStudy
 from kvkeep_lab.studies.kept import KeptSlots
 from kvkeep_lab.studies.long_chat import LongChat
 from kvkeep_lab.studies.merging_cost import MergingCost
+from kvkeep_lab.studies.passes import Passes
 from kvkeep_lab.studies.patching import PatchingStudy
 from kvkeep_lab.studies.prove import Prove
 from kvkeep_lab.studies.reactivation import ReactivationStudy
@@ -38,7 +39,7 @@ _LISTED: tuple[type[Study], ...] = (
     *(WindowRecompute, Recompute),
     *(Decoding, ReactivationStudy, Throughput, SketchError, SketchAttention, SpectraStudy, AlignmentStudy),
     *(MergingCost, BoundsStudy, RotationStudy, RotatedValues),
-    *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy, AgentDay, Drafting),
+    *(KeptSlots, Verify, Prove, Bench, Compare, StreamStudy, AgentDay, Drafting, Passes),
 )
 
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _LISTED}

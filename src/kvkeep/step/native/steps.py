@@ -60,11 +60,11 @@ def run(
     sinks: Tensor | None = None,
     writes: Writes | None = None,
 ) -> Tensor:
-    """Run one layer for one token of each of several sessions: write its entry, and return its attention, (1, row,
-    heads, value_dim). Places of the row without such a token have arbitrary results.
+    """Run one layer for the next tokens of each of several sessions: write their entries, and return their attention,
+    (1, row, heads, value_dim). Places of the row without such a token have arbitrary results.
 
-    steps, tokens: the step of each session, and its token's place in the row. query: (1, heads, row, dim). key, value:
-    (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written.
+    steps, tokens: the step of each session, and its first token's place in the row. query: (1, heads, row, dim). key,
+    value: (1, kv_heads, row, dim). sinks: of each head, (heads,) float32. writes: notes which steps have written.
     """
     heads, row = query.shape[1:3]
     query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
@@ -87,15 +87,16 @@ def run_layers(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    """Run all layers of a decoder for one token of each of several sessions; return the output of the last layer,
+    """Run all layers of a decoder for the next tokens of each of several sessions; return the output of the last layer,
     (1, tokens, hidden).
 
-    layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, a step
-    for each token. writes: notes which of them have written. x: (1, tokens, hidden), the input of the first layer. cos,
-    sin: (tokens, dim).
+    layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, the
+    steps of the tokens, in order. writes: notes which of them have written. x: (1, tokens, hidden), the input of the
+    first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
-    by_layer = _addresses(steps, range(x.shape[1]), writes)  # their shapes are the layers'
+    tokens = [*accumulate((step.tokens for step in steps[0][:-1]), initial=0)]
+    by_layer = _addresses(steps, tokens, writes)  # their shapes are the layers'
     table, counts = address_table([*chain.from_iterable(by_layer)]), count_table([*map(len, by_layer)])
     starts = [address_of(table) + ADDRESS_BYTES * number for number in accumulate(counts, initial=0)]
     kernels().kvkeep_run_layers(
@@ -122,8 +123,9 @@ def _addresses(
     writes: Writes,
     shape: tuple[int, int, int] | None = None,
 ) -> list[list[int]]:
-    """Return where the steps of each layer lie in the library's form, one for each of ``tokens``. shape: KV heads,
-    key_dim and value_dim of the new entries; None: the library knows them. Raises BadCall where a step has others."""
+    """Return where the steps of each layer lie in the library's form, whose first tokens are ``tokens``. shape: KV
+    heads, key_dim and value_dim of the new entries; None: the library knows them. Raises BadCall where a step has
+    others."""
     found = []
     for steps in layers:
         addresses: list[int] = []
@@ -166,7 +168,7 @@ class _Form:
             self._insert.evicted_keys, self._insert.evicted_values = rows(evict.keys), rows(evict.values)
             self._point("evicted_", evict, append)
         attention = self._attention
-        attention.lanes, attention.queries, attention.causal_offset = self.bank.lanes, 1, -1
+        attention.lanes, attention.queries, attention.causal_offset = self.bank.lanes, step.tokens, -1
         attention.dim, attention.value_dim = self.bank.widths
         attention.pieces, attention.piece_count = address_of(self._table), len(self._table)
         if step.seen is not None:
@@ -183,7 +185,10 @@ class _Form:
                 self._shown[number] = bounds
         check_token(step, self.bank, entries)
         self._attention.entries = entries
+        if step.tokens > 1:
+            self._attention.causal_offset = entries - step.tokens
         insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
+        self.struct.evicts = step.evicts
         if step.ranks is not None:
             describe(self._ranks, step.ranks)
         if step.new_scores is not None:
@@ -207,7 +212,7 @@ where they and the form's other tensors lie (:func:`memory_of`)."""
 
 def _form(step: LayerStep) -> _Form:
     """Return the form of the steps with these tensors and codes, and with the same fields, which is made once."""
-    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, place = step
+    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, tokens, _ = step
     keys, values, _, *parts = append
     parts += keys, values, seen
     if evict is not None:
@@ -216,7 +221,7 @@ def _form(step: LayerStep) -> _Form:
         parts += span[:2]
     name = (
         first_lane,
-        place,
+        tokens,
         reduce,
         evict is None,
         ranks is None,

@@ -237,7 +237,7 @@ class NewestGroups(Groups):
             part[:, : self.kept] = before[:, : self.kept]
         *self.parts, self.slots = fresh
 
-    def plan(self, append: Destination, first_lane: int, evicts: bool) -> StoreShare | None:
+    def plan(self, append: Destination, first_lane: int, evicts: int) -> StoreShare | None:
         if not self.waiting or not self.codec.as_kept or (evicts and self.count == GROUP - 1):
             return None  # a first group begins, or a group is encoded
         if not native.can_read(*self.waiting[:2]):

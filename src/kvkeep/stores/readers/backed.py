@@ -181,11 +181,11 @@ class DraftAndVerify(ReadCheckpoint):
         if not self.passes.active:
             layer.resident.arrive(keys, values)
 
-    def plan(self, layer: Layer) -> LayerStep | None:
+    def plan(self, layer: Layer, count: int = 1) -> LayerStep | None:
         """Return the step of a draft, if one bank of resident entries is all that it attends to."""
         store, banks = layer.evicted, layer.resident.banks
         bank = banks.banks[0]
-        if not self.passes.active or store.keeps or store.makes_room or banks.seen_by_all != bank.used:
+        if count > 1 or not self.passes.active or store.keeps or store.makes_room or banks.seen_by_all != bank.used:
             return None
         row = bank.used + self.waiting
         attended = [Span(bank.keys, bank.values, 0, row + 1)]

@@ -44,8 +44,8 @@ class RecalledPassages(ReadEvicted):
     def bookkeeping_bytes(self) -> int:
         return 0 if self._copies is None else nbytes(self._copies.keys, self._copies.values)
 
-    def plan(self, layer: Layer) -> LayerStep | None:
-        step = super().plan(layer)
+    def plan(self, layer: Layer, count: int = 1) -> LayerStep | None:
+        step = super().plan(layer) if count == 1 else None
         if step is None or self._exactly(layer):
             return step
         if not self.choice.holds or self._copied is None or self._copied is not self.choice.numbers:

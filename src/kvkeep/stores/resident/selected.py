@@ -136,9 +136,11 @@ class Selected(WorkingSet):
         used = self.banks.seen_by_all
         return [Span(self.banks.banks[0].keys, self.banks.banks[0].values, 0, used)] if used else None
 
-    def plan(self) -> LayerStep | None:
-        """Return the step without ranks if it evicts, because a group of layers is ranked at once. With a selector that
-        :attr:`~Selector.scores_by_slot`, the ranks are in it."""
+    def plan(self, count: int = 1) -> LayerStep | None:
+        """Return the step of one token, without ranks if it evicts, because a group of layers is ranked at once. With a
+        selector that :attr:`~Selector.scores_by_slot`, the ranks are in it."""
+        if count > 1:  # what a token evicts depends on the attention of the token before
+            return None
         bank, selector = self.banks.banks[0], self.selector
         if selector.scores_by_slot:
             return self._plan_scored()
