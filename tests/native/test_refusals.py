@@ -25,6 +25,7 @@ from kvkeep.native.structures import (
     KvArray,
     KvAttention,
     KvDeltaNet,
+    KvExperts,
     KvInsert,
     KvLayer,
     KvMamba2,
@@ -694,3 +695,70 @@ def test_a_state_space_that_does_not_fit_is_refused(name: str, value: Any, rule:
         call.run()
     assert call.numbers.unchanged()
     Mamba2().run()
+
+
+class Experts:
+    """A call of kvkeep_run_experts."""
+
+    ROWS, K, COUNT, HIDDEN, INNER = 3, 2, 4, 32, 16
+
+    def __init__(self) -> None:
+        self.numbers, outputs = Numbers(), 2 * self.INNER
+        self.gates, self.gates_panels = matrix(self.HIDDEN, self.COUNT * outputs)
+        self.down, self.down_panels = matrix(self.INNER, self.COUNT * self.HIDDEN)
+        self.struct = KvExperts(
+            gates=(self.gates,), down=self.down, experts=self.COUNT, hidden=self.HIDDEN, inner=self.INNER, gated=1
+        )
+        for name, size in (
+            ("gates_bias", self.COUNT * outputs), ("down_bias", self.COUNT * self.HIDDEN), ("gate_values", 1 << 16),
+            ("up_values", 1 << 16),
+        ):  # fmt: skip
+            setattr(self.struct, name, array(self.numbers(name, bfloat16(size))))
+        self.x, self.y = (self.numbers(name, bfloat16(self.ROWS, self.HIDDEN)) for name in ("x", "y"))
+        self.chosen = self.numbers("chosen", torch.tensor([[0, 3], [2, 1], [4, -1]]))
+        self.weights = self.numbers("weights", torch.rand(self.ROWS, self.K))
+
+    def run(self) -> None:
+        kernels().kvkeep_run_experts(address_of(self.struct), self.x, self.chosen, self.weights, self.y)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("struct.experts", 0, "experts must have widths"),
+        ("struct.experts", 5, "matrices of a layer must have its widths"),
+        ("struct.experts", 1 << 39, "no more outputs than memory"),
+        ("struct.hidden", 24, "multiples of 16"),
+        ("struct.inner", 8, "multiples of 16"),
+        ("struct.gated", 2, "multiples of 16"),
+        ("struct.gated", 0, "matrices of a layer must have its widths"),
+        ("struct.gates_bias", bfloat16(127), "biases must be bfloat16"),
+        ("struct.down_bias", torch.ones(128), "biases must be bfloat16"),
+        ("struct.gate_values", bfloat16(65535), "of each bfloat16 number"),
+        ("struct.up_values", torch.ones(65536), "of each bfloat16 number"),
+        ("x", torch.ones(3, 32), "bfloat16 rows of their width"),
+        ("x", bfloat16(3, 31), "bfloat16 rows of their width"),
+        ("y", bfloat16(2, 32), "bfloat16 rows of their width"),
+        ("chosen", torch.zeros(3, 2, dtype=torch.int32), "the same number of chosen experts"),
+        ("chosen", torch.zeros(5, dtype=torch.int64), "the same number of chosen experts"),
+        ("weights", torch.ones(2, 2), "the same number of chosen experts"),
+        ("weights", bfloat16(3, 2), "the same number of chosen experts"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(name: str, value: Any, rule: str) -> None:
+    call = Experts()
+    put(name, value)(call) if "." in name else setattr(call, name, value)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+    Experts().run()
+
+
+def test_each_expert_has_whole_panels_of_a_matrix() -> None:
+    call = Experts()
+    first, call.gates_panels = matrix(32, 16)
+    rest, more = matrix(32, 112)
+    call.struct.gates[0], call.struct.gates[1] = first, rest
+    with pytest.raises(BadCall, match="whole panels"):
+        call.run()
+    assert len(more)

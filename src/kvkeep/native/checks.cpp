@@ -381,6 +381,31 @@ bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArr
   return true;
 }
 
+bool experts_fit(const KvExperts& e, const KvArray& x, const KvArray& chosen, const KvArray& weights,
+                 const KvArray& y) {
+  for (int64_t one : {e.experts, e.hidden, e.inner}) RULE(one > 0 && is_size(one), "experts must have widths");
+  RULE(e.hidden % 16 == 0 && e.inner % 16 == 0 && (e.gated == 0 || e.gated == 1),
+       "experts must have widths that are multiples of 16");
+  const Wide outputs = Wide(1 + e.gated) * e.inner, count = e.experts;
+  RULE(count * outputs <= MAX_SIZE && count * e.hidden <= MAX_SIZE, "experts must have no more outputs than memory");
+  if (!matrices_fit(e.gates, 2, e.hidden, count * outputs)) return false;
+  if (!matrices_fit(&e.down, 1, e.inner, count * e.hidden)) return false;
+  for (const KvMatrix& one : e.gates)
+    RULE(one.outputs % (count * KV_PANEL_OUTPUTS) == 0, "each expert must have whole panels of a matrix");
+  RULE(holds_or_nothing(e.gates_bias, KV_BFLOAT16, count * outputs) &&
+           holds_or_nothing(e.down_bias, KV_BFLOAT16, count * e.hidden),
+       "biases must be bfloat16 of each output");
+  RULE(holds(e.gate_values, KV_BFLOAT16, 1 << 16) && holds_or_nothing(e.up_values, KV_BFLOAT16, 1 << 16),
+       "what gates and ups become must be bfloat16 of each bfloat16 number");
+  RULE(is_rows_of(x, e.hidden) && holds(y, KV_BFLOAT16, x.length),
+       "experts must read and write bfloat16 rows of their width");
+  const int64_t rows = x.length / e.hidden;
+  RULE(holds(chosen, KV_INT64, chosen.length) && holds(weights, KV_FLOAT32, chosen.length) &&
+           (rows ? chosen.length % rows == 0 : !chosen.length),
+       "each row must have the same number of chosen experts, int64, and of weights, float32");
+  return true;
+}
+
 bool delta_net_fits(const KvDeltaNet& n, const KvArray& inputs, const KvArray& gate, const KvArray& beta,
                     const KvArray& decay, const KvArray& state, const KvArray& out) {
   RULE(n.key_heads > 0 && is_size(n.value_heads) && n.value_heads > 0 && n.value_heads % n.key_heads == 0,

@@ -22,6 +22,8 @@ bool angles_fit(const KvArray& positions, const KvArray& frequencies, const KvAr
 bool before_attention_fits(const KvLayer& layer, const KvArray& x, int64_t batch, const KvArray& cos,
                            const KvArray& sin, const KvArray& query, const KvArray& key, const KvArray& value);
 bool after_attention_fits(const KvLayer& layer, const KvArray& attended, const KvArray& residual, const KvArray& y);
+bool experts_fit(const KvExperts& experts, const KvArray& x, const KvArray& chosen, const KvArray& weights,
+                 const KvArray& y);
 bool delta_net_fits(const KvDeltaNet& net, const KvArray& inputs, const KvArray& gate, const KvArray& beta,
                     const KvArray& decay, const KvArray& state, const KvArray& out);
 bool mamba2_fits(const KvMamba2& space, const KvArray& inputs, const KvArray& gate, const KvArray& steps,

@@ -158,6 +158,11 @@ KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray 
              [&](auto& kernels) { return kernels.after_attention(layer, attended, residual, y); });
 }
 
+KvStatus kvkeep_run_experts(const KvExperts* experts, KvArray x, KvArray chosen, KvArray weights, KvArray y) {
+  return run(experts_fit(*experts, x, chosen, weights, y),
+             [&](auto& kernels) { return kernels.run_experts(experts, x, chosen, weights, y); });
+}
+
 KvStatus kvkeep_delta_net(const KvDeltaNet* net, KvArray inputs, KvArray gate, KvArray beta, KvArray decay,
                           KvArray state, KvArray out) {
   return run(delta_net_fits(*net, inputs, gate, beta, decay, state, out),

@@ -10,6 +10,7 @@ struct KvKernels {
   decltype(&kvkeep_angles) angles;
   decltype(&kvkeep_before_attention) before_attention;
   decltype(&kvkeep_after_attention) after_attention;
+  decltype(&kvkeep_run_experts) run_experts;
   decltype(&kvkeep_delta_net) delta_net;
   decltype(&kvkeep_mamba2) mamba2;
   decltype(&kvkeep_attend) attend;

@@ -111,6 +111,20 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   float eps;                      /* of all norms */
 } KvLayer;
 
+typedef struct KvExperts { /* the experts of a layer. A matrix has the outputs of each expert, one after the other */
+  KvMatrix gates[2];       /* gates before ups, joined where they are of one kind; or only ups */
+  KvMatrix down;           /* (experts * hidden, inner) */
+  KvArray gates_bias;      /* (experts, outputs of the gates of one) bfloat16; or nothing */
+  KvArray down_bias;       /* (experts, hidden) bfloat16; or nothing */
+  KvArray gate_values;     /* (65536) bfloat16: what a gate becomes, or an up without gates: the number whose bits are i
+                              becomes gate_values[i] */
+  KvArray up_values;       /* the same of ups, which gates are multiplied by; nothing: they stay as they are */
+  int64_t experts;         /* how many */
+  int64_t hidden;          /* width of the residual stream, a multiple of 16 */
+  int64_t inner;           /* width of an expert, a multiple of 16 */
+  int64_t gated;           /* 1: there are gates, 0: only ups */
+} KvExperts;
+
 typedef struct KvDeltaNet { /* a gated delta net (Qwen3-Next, Qwen 3.5), without its projections */
   KvArray conv;             /* (taps, channels) float32: the convolution's weights, those of the oldest input first */
   KvArray rate;             /* (value_heads) float32: exp(A_log) */
@@ -270,6 +284,11 @@ KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch,
 /* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (n, heads * dim). residual,
  * y: (n, hidden); they may be the same. All are bfloat16. */
 KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y);
+/* Writes the sum of what the chosen experts return for each row, times their weights. x, y: (n, hidden) bfloat16; they
+ * may be the same. chosen: (n, k) int64; numbers of no expert are left out. weights: (n, k) float32. What an expert
+ * returns is rounded to bfloat16, and so is its product with the weight; these are added in float32, in the order of
+ * experts. */
+KvStatus kvkeep_run_experts(const KvExperts* experts, KvArray x, KvArray chosen, KvArray weights, KvArray y);
 /* Runs a gated delta net between its projections, token by token. inputs: (taps - 1 + tokens, channels): queries, keys
  * and values of the last tokens before these, and of these. gate, out: (tokens, value_heads * value_dim). beta, decay:
  * (tokens, value_heads). All are bfloat16. state: (value_heads, key_dim, value_dim) float32, read and written. */
