@@ -372,6 +372,16 @@ void hash_layer() {
         hash.add(y);
       }
     });
+    print("reach MLP" + name, [&](Hash& hash) {
+      for (int64_t rows : {1, 5, 40}) {
+        Array<bf16> attention(rows * Layer::HEADS * D), x(rows * Layer::HIDDEN), normed(rows * Layer::HIDDEN);
+        fill(attention, rows, 43);
+        fill(x, rows + 1, 39);
+        done(kvkeep_before_mlp(&one.layer, numbers(attention), numbers(x), numbers(x), numbers(normed)));
+        hash.add(x);
+        hash.add(normed);
+      }
+    });
   }
 }
 
@@ -731,7 +741,7 @@ void hash_sessions() {
     Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
     fill(x, 94, 40);
     fill_angles(cos, sin, 2, Layer::DIM / 2);
-    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x)));
+    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
     hash.add(x);
     fourth.add(hash);
   });

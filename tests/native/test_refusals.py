@@ -479,6 +479,7 @@ class Layer:
         self.query = self.numbers("query", bfloat16(HEADS, 2, DIM))
         self.key, self.value = (self.numbers(name, bfloat16(LANES, 2, DIM)) for name in ("key", "value"))
         self.attended, self.y = bfloat16(2, HEADS * DIM), self.numbers("y", bfloat16(2, 64))
+        self.normed = self.numbers("normed", bfloat16(2, 64))
 
     def keep(self, one: Any) -> Any:
         self.kept.append(one)
@@ -494,6 +495,9 @@ class Layer:
 
     def leave(self) -> None:
         kernels().kvkeep_after_attention(address_of(self.struct), self.attended, self.x, self.y)
+
+    def reach_mlp(self) -> None:
+        kernels().kvkeep_before_mlp(address_of(self.struct), self.attended, self.x, self.y, self.normed)
 
 
 @pytest.mark.parametrize(
@@ -516,29 +520,47 @@ class Layer:
         ("key", bfloat16(1, 2, DIM)),
         ("attended", bfloat16(1, HEADS * DIM)),
         ("y", bfloat16(1, 64)),
+        ("normed", bfloat16(1, 64)),
     ],
 )
 def test_a_layer_that_does_not_fit_is_refused(name: str, value: Any) -> None:
     call = Layer()
     call.enter()
     call.leave()
+    call.reach_mlp()
     call = Layer()
     put(name, value)(call)
-    calls = [call.leave] if name in ("attended", "y") else [call.enter]
-    for refused in [*calls, *([call.leave] if name.startswith("struct") else [])]:
+    of_struct, leaving = name.startswith("struct"), name in ("attended", "y")
+    calls = [call.enter] if not leaving and name != "normed" else []
+    calls += [call.leave] if of_struct or leaving else []
+    calls += [call.reach_mlp] if of_struct or leaving or name == "normed" else []
+    for refused in calls:
         with pytest.raises(BadCall):
             refused()
     assert call.numbers.unchanged()
 
 
+def test_a_layer_without_its_mlp_ends_before_it() -> None:
+    call = Layer()
+    call.struct.intermediate, call.struct.gates[0], call.struct.down = 0, KvMatrix(), KvMatrix()
+    call.enter()
+    call.reach_mlp()
+    with pytest.raises(BadCall, match="must have its MLP"):
+        call.leave()
+    call = Layer()
+    call.struct.gates[0] = KvMatrix()
+    with pytest.raises(BadCall, match="must have its widths"):
+        call.reach_mlp()
+
+
 def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
-    def run(layer: Layer, step: Step, tokens: int = 1, cos: Tensor | None = None) -> None:
+    def run(layer: Layer, step: Step, tokens: int = 1, cos: Tensor | None = None, normed: Tensor | None = None) -> None:
         layers, tables = address_table([address_of(layer.struct)]), address_table([address_of(step.step)])
         by_layer, scaling, counts = address_table([address_of(tables)]), float_table([0.2]), count_table([1])
         cos = bfloat16(tokens, DIM) if cos is None else cos
         kernels().kvkeep_run_layers(
             address_of(layers), address_of(by_layer), address_of(scaling), 1, address_of(counts), cos,
-            bfloat16(tokens, DIM), layer.y[:tokens],
+            bfloat16(tokens, DIM), layer.y[:tokens], normed,
         )  # fmt: skip
 
     run(Layer(), Step())
@@ -551,6 +573,12 @@ def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
         assert step.numbers.unchanged() and layer.numbers.unchanged()
     with pytest.raises(BadCall, match="cosines"):
         run(Layer(), Step(), cos=bfloat16(1, HALF))
+    layer = Layer()
+    layer.struct.intermediate, layer.struct.gates[0], layer.struct.down = 0, KvMatrix(), KvMatrix()
+    run(layer, Step(), normed=layer.normed[:1])
+    for normed, rule in ((None, "must have its MLP"), (layer.normed[:1, :63].contiguous(), "enters an MLP")):
+        with pytest.raises(BadCall, match=rule):
+            run(layer, Step(), normed=normed)
 
 
 def test_norms_angles_and_digests_that_do_not_fit_are_refused() -> None:

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t BATCH_PAIRS = 1024;  // that take their steps together: scratch does not grow with long inputs
+constexpr int64_t BATCH_PAIRS = 1024;  // that take their steps together, and have scratch
 constexpr int64_t SUM_COLUMNS = 512;   // of a row that a task sums
 
 struct Pair {

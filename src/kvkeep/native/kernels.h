@@ -9,6 +9,7 @@ struct KvKernels {
   decltype(&kvkeep_norm) norm;
   decltype(&kvkeep_angles) angles;
   decltype(&kvkeep_before_attention) before_attention;
+  decltype(&kvkeep_before_mlp) before_mlp;
   decltype(&kvkeep_after_attention) after_attention;
   decltype(&kvkeep_run_experts) run_experts;
   decltype(&kvkeep_delta_net) delta_net;

@@ -92,8 +92,8 @@ typedef struct KvMatrix {
 typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvMatrix qkv[3];                /* query, key and value projections, joined where they are of one kind; in order */
   KvMatrix out;                   /* output projection: (hidden, heads * dim) */
-  KvMatrix gates[2];              /* gate and up projections of the MLP, joined where they are of one kind */
-  KvMatrix down;                  /* down projection: (hidden, intermediate) */
+  KvMatrix gates[2];              /* gate and up projections of the MLP, joined if they are of one kind; or nothing */
+  KvMatrix down;                  /* down projection: (hidden, intermediate); nothing without gates */
   KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
   KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32 */
@@ -106,7 +106,7 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   int64_t heads;                  /* query heads */
   int64_t kv_heads;               /* key/value heads */
   int64_t dim;                    /* width of a head, even */
-  int64_t intermediate;           /* width of the MLP, a multiple of 16 */
+  int64_t intermediate;           /* width of the MLP, a multiple of 16; 0: the layer has another one */
   int64_t activation;             /* a KvActivation */
   float eps;                      /* of all norms */
 } KvLayer;
@@ -281,6 +281,9 @@ KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, Kv
  * tokens, dim), or (tokens, dim) for all. query, key, value: (batch, heads, tokens, dim), written. All are bfloat16. */
 KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
                                  KvArray query, KvArray key, KvArray value);
+/* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). residual,
+ * y: (n, hidden), the residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. */
+KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y, KvArray normed);
 /* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (n, heads * dim). residual,
  * y: (n, hidden); they may be the same. All are bfloat16. */
 KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y);
@@ -323,11 +326,13 @@ KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_val
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
                                 int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
                                 KvArray lse);
-/* Runs `count` layers of the same shapes, whose attention has no sinks, one after the other, for the tokens of some
+/* Runs `count` layers of the same heads, whose attention has no sinks, one after the other, for the tokens of some
  * sessions. layers: (count). steps: (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin:
- * (tokens, dim) bfloat16. x: (tokens, hidden) bfloat16, read and written. */
+ * (tokens, dim) bfloat16. x: (tokens, hidden) bfloat16, read and written. normed: nothing; or, where the last layer has
+ * no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose output is then missing in x. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x);
+                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x,
+                           KvArray normed);
 
 /* ---- files in memory --------------------------------------------------------------------------------------------- */
 

@@ -86,15 +86,14 @@ def run_layers(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-) -> Tensor:
-    """Run all layers of a decoder for one token of each of several sessions; return the output of the last layer,
-    (1, tokens, hidden).
+    normed: Tensor | None = None,
+) -> None:
+    """Run some layers of a decoder, one after the other, for one token of each of several sessions.
 
     layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, a step
-    for each token. writes: notes which of them have written. x: (1, tokens, hidden), the input of the first layer. cos,
-    sin: (tokens, dim).
+    for each token. writes: notes which of them have written. x: (1, tokens, hidden), the residual stream, read and
+    written. cos, sin: (tokens, dim). normed: written where the last layer is a mixture: what enters its MLP.
     """
-    x = x.clone(memory_format=torch.contiguous_format)
     by_layer = _addresses(steps, range(x.shape[1]), writes)  # their shapes are the layers'
     table, counts = address_table([*chain.from_iterable(by_layer)]), count_table([*map(len, by_layer)])
     starts = [address_of(table) + ADDRESS_BYTES * number for number in accumulate(counts, initial=0)]
@@ -107,8 +106,8 @@ def run_layers(
         cos,
         sin,
         x,
+        normed,
     )
-    return x
 
 
 def wrote(step: LayerStep, writes: Writes) -> bool:
