@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
-from kvkeep.models.experts import DOWN, GATES, ExpertForm, PackedExperts, experts_of
+from kvkeep.models.experts import DOWN, GATES, UPS, ExpertForm, PackedExperts, experts_of, packed_experts
 from kvkeep.models.gguf.model import read_model
 from kvkeep.models.loading import describe, load
-from kvkeep.models.packed import KINDS, Packed, quantised
+from kvkeep.models.packed import KINDS, Blocks, Packed, multiplied, quantised
 
 
 def stored(form: ExpertForm, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -97,6 +98,68 @@ def test_values_are_those_of_the_module(tokens: int, native: bool, monkeypatch: 
                 ]
             )
             assert torch.equal(each, found) or not native  # no token depends on others
+
+
+def by_torch(experts: PackedExperts, module: Any, x: Any, chosen: Any, weights: Any) -> torch.Tensor:
+    """What packed experts return, by a product for each expert and operations of torch between them."""
+
+    def product(matrices: Any, rows: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
+        blocks = [one.blocks() for one in matrices]
+        parts = [Blocks(one.kind, one.rows.chunk(experts.num_experts)[expert]) for one in blocks]
+        widths = [len(one.rows) for one in parts]
+        split = [None] * len(parts) if biases is None else biases[expert].split(widths)
+        return torch.cat([multiplied(Packed(one), rows, bias) for one, bias in zip(parts, split, strict=True)], -1)
+
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(experts.num_experts):
+        tokens, places = torch.where(chosen == expert)
+        inner = product(experts.gates, x[tokens], experts.gates_bias)
+        if experts.form.transposed:
+            inner = module._apply_gate(torch.stack(inner.chunk(2, -1), -1).flatten(-2))
+        elif experts.form.first == UPS:
+            inner = module.act_fn(inner)
+        else:
+            inner = module.act_fn(inner.chunk(2, -1)[0]) * inner.chunk(2, -1)[1]
+        found = product([experts.down], inner, experts.down_bias) * weights[tokens, places, None]
+        out.index_add_(0, tokens, found.to(x.dtype).float())
+    return out.to(x.dtype)
+
+
+FORMS = {
+    "joined": ("qwen3_moe", [8], 8), "apart": ("qwen3_moe", [8, 4], 4), "bfloat16": ("qwen3_moe", [16], 16),
+    "other inputs": ("mixtral", [16, 4], 8), "biases": ("gpt_oss", [4], 8), "biases apart": ("gpt_oss", [4, 16], 4),
+    "ups": ("nemotron_h", [8], 16),
+}  # fmt: skip
+"""The family, the bits of gates and ups, or of all, and those of the last matrices."""
+
+
+@pytest.mark.turns(2)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("path", ["plain", ""])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_call_has_the_bits_of_a_product_for_each_expert(
+    form: str, path: str, choose: Callable[[str], None]
+) -> None:
+    if path:
+        choose(path)
+    family, bits, of_down = FORMS[form]
+    experts = next(iter(experts_of(mixture(family).bfloat16()).values()))
+    module, count = experts.module, experts.module.num_experts
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / 2)  # some gates are beyond the limit of gpt-oss
+        first, down = (experts.form.rows(name, getattr(module, name)) for name in experts.form.matrices)
+        gates = [
+            packed_experts([one], width, count)[0] for one, width in zip(first.chunk(len(bits), 1), bits, strict=True)
+        ]
+        packed = PackedExperts(experts, gates, packed_experts([down], of_down, count)[0])
+        for tokens, k in [(1, 1), (1, 8), (2, 3), (7, 8), (40, 4), (300, 8)]:  # the last has more pairs than a batch
+            x = torch.randn(tokens, 32).bfloat16()
+            chosen = torch.rand(tokens, count + 1).argsort(-1)[:, :k]  # some do not exist
+            for weights in (torch.rand(tokens, k), torch.rand(tokens, k).bfloat16()):
+                found = packed(x, chosen, weights)
+                assert torch.equal(found, by_torch(packed, module, x, chosen, weights))
+                assert torch.equal(packed(x[-1:], chosen[-1:], weights[-1:]), found[-1:])
 
 
 def test_experts_of_another_form_stay_as_they_are() -> None:

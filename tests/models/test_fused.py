@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 from conftest import saved
 from families import COMMON, FAMILIES
+from mixtures import mixture
 from torch import Tensor
 
 from kvkeep import KeepCache
@@ -95,17 +96,39 @@ def test_fused_layers_equal_the_modules(family: str, weights: str, made: Any) ->
     assert_alike(logits(model, attention_mask=mask)[:, 9:], logits(plain(model), attention_mask=mask)[:, 9:])
 
 
-@pytest.mark.parametrize("family", [*OTHERS, "phi3", "gpt2", "qwen3_moe"])
-def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
-    """Its logits equal those of the modules bit for bit."""
-    model, other = made(family), plain(made(family))
+def by_modules(model: Any) -> Any:
+    """The same model by its modules, with the library's norms."""
+    other = plain(model)
     for part, norm in zip(model.modules(), other.modules(), strict=True):
         if isinstance(forward := vars(part).get("forward"), FusedNorm):
             vars(norm)["forward"] = forward
+    return other
+
+
+@pytest.mark.parametrize("family", [*OTHERS, "phi3", "gpt2", "qwen3_moe"])
+def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
+    """Its logits equal those of the modules bit for bit."""
+    model, other = made(family), by_modules(made(family))
     found = logits(model)
     assert torch.isfinite(found).all()
     assert torch.equal(found, logits(other)) if family != "smollm3" else len(fused(model)) < 4
     assert_alike(found, logits(other))
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "minimax_m2"])
+def test_a_mixture_has_the_bits_of_its_modules(family: str, tmp_path: Path) -> None:
+    """Its experts remain a module; only what lies around them is fused."""
+    model: Any = load(saved(mixture(family), tmp_path), weights="int8", device="cpu").model
+    found = [one.mixture for one in fused(model)]
+    assert found == ([] if family == "minimax_m2" else [True] * model.config.num_hidden_layers)  # norms of all heads
+    assert not found or (fused(model)[0].all is None) is (family == "gpt_oss")  # whose attention has sinks
+    other, mask = by_modules(model), torch.ones_like(IDS)
+    mask[0, :9] = 0
+    assert torch.equal(logits(model, attention_mask=mask)[:, 9:], logits(other, attention_mask=mask)[:, 9:])
+    caches = KeepCache(model, "full"), KeepCache(other, "full")
+    for ids in IDS[:1, :12].split((9, 1, 2), 1):
+        assert torch.equal(*(logits(one, ids, cache=cache) for one, cache in zip((model, other), caches, strict=True)))
 
 
 @pytest.mark.parametrize(

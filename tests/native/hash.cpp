@@ -372,7 +372,50 @@ void hash_layer() {
         hash.add(y);
       }
     });
+    print("reach MLP" + name, [&](Hash& hash) {
+      for (int64_t rows : {1, 5, 40}) {
+        Array<bf16> attention(rows * Layer::HEADS * D), x(rows * Layer::HIDDEN), normed(rows * Layer::HIDDEN);
+        fill(attention, rows, 43);
+        fill(x, rows + 1, 39);
+        done(kvkeep_before_mlp(&one.layer, numbers(attention), numbers(x), numbers(x), numbers(normed)));
+        hash.add(x);
+        hash.add(normed);
+      }
+    });
   }
+}
+
+void hash_experts() {
+  print("experts", [](Hash& hash) {
+    const int64_t COUNT = 5, HIDDEN = 256, INNER = 256;
+    Matrix gates(KV_Q4_K, HIDDEN, COUNT * INNER, 140), ups(KV_BF16, HIDDEN, COUNT * INNER, 150);
+    Matrix down(KV_Q6_K, INNER, COUNT * HIDDEN, 160);
+    Array<bf16> gates_bias(COUNT * 2 * INNER), down_bias(COUNT * HIDDEN), values(1 << 16), up_values(1 << 16);
+    fill(gates_bias, 141, 90);
+    fill(down_bias, 142, 80);
+    fill(values, 143, 70);
+    fill(up_values, 144, 60);
+    for (int gated = 0; gated < 2; gated++) {
+      KvExperts experts{};
+      experts.gates[0] = gates.matrix; experts.down = down.matrix; experts.gate_values = numbers(values);
+      experts.experts = COUNT; experts.hidden = HIDDEN; experts.inner = INNER; experts.gated = gated;
+      if (gated) {
+        experts.gates[1] = ups.matrix; experts.gates_bias = numbers(gates_bias);
+        experts.down_bias = numbers(down_bias); experts.up_values = numbers(up_values);
+      }
+      for (int64_t rows : {1, 7, 40, 700}) {  // the last ones take more than one batch
+        Array<bf16> x(rows * HIDDEN), y(rows * HIDDEN);
+        Array<int64_t> chosen(rows * 3);
+        Array<float> weights(rows * 3);
+        fill(x, rows, 40);
+        fill(weights, rows + 1, 200);
+        Random random{uint64_t(rows)};
+        for (int64_t i = 0; i < rows * 3; i++) chosen[i] = random.below(COUNT + 1);
+        done(kvkeep_run_experts(&experts, numbers(x), numbers(chosen), numbers(weights), numbers(y)));
+        hash.add(y);
+      }
+    }
+  });
 }
 
 // ---- attention ------------------------------------------------------------------------------------------------------
@@ -698,7 +741,7 @@ void hash_sessions() {
     Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
     fill(x, 94, 40);
     fill_angles(cos, sin, 2, Layer::DIM / 2);
-    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x)));
+    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
     hash.add(x);
     fourth.add(hash);
   });
@@ -721,6 +764,7 @@ int main(int count, char** arguments) {
   hash_delta_net();
   hash_mamba2();
   hash_layer();
+  hash_experts();
   hash_attention();
   hash_sessions();
   return 0;

@@ -25,6 +25,7 @@ from kvkeep.native.structures import (
     KvArray,
     KvAttention,
     KvDeltaNet,
+    KvExperts,
     KvInsert,
     KvLayer,
     KvMamba2,
@@ -515,6 +516,7 @@ class Layer:
         self.query = self.numbers("query", bfloat16(HEADS, 2, DIM))
         self.key, self.value = (self.numbers(name, bfloat16(LANES, 2, DIM)) for name in ("key", "value"))
         self.attended, self.y = bfloat16(2, HEADS * DIM), self.numbers("y", bfloat16(2, 64))
+        self.normed = self.numbers("normed", bfloat16(2, 64))
 
     def keep(self, one: Any) -> Any:
         self.kept.append(one)
@@ -530,6 +532,9 @@ class Layer:
 
     def leave(self) -> None:
         kernels().kvkeep_after_attention(address_of(self.struct), self.attended, self.x, self.y)
+
+    def reach_mlp(self) -> None:
+        kernels().kvkeep_before_mlp(address_of(self.struct), self.attended, self.x, self.y, self.normed)
 
 
 @pytest.mark.parametrize(
@@ -552,29 +557,47 @@ class Layer:
         ("key", bfloat16(1, 2, DIM)),
         ("attended", bfloat16(1, HEADS * DIM)),
         ("y", bfloat16(1, 64)),
+        ("normed", bfloat16(1, 64)),
     ],
 )
 def test_a_layer_that_does_not_fit_is_refused(name: str, value: Any) -> None:
     call = Layer()
     call.enter()
     call.leave()
+    call.reach_mlp()
     call = Layer()
     put(name, value)(call)
-    calls = [call.leave] if name in ("attended", "y") else [call.enter]
-    for refused in [*calls, *([call.leave] if name.startswith("struct") else [])]:
+    of_struct, leaving = name.startswith("struct"), name in ("attended", "y")
+    calls = [call.enter] if not leaving and name != "normed" else []
+    calls += [call.leave] if of_struct or leaving else []
+    calls += [call.reach_mlp] if of_struct or leaving or name == "normed" else []
+    for refused in calls:
         with pytest.raises(BadCall):
             refused()
     assert call.numbers.unchanged()
 
 
+def test_a_layer_without_its_mlp_ends_before_it() -> None:
+    call = Layer()
+    call.struct.intermediate, call.struct.gates[0], call.struct.down = 0, KvMatrix(), KvMatrix()
+    call.enter()
+    call.reach_mlp()
+    with pytest.raises(BadCall, match="must have its MLP"):
+        call.leave()
+    call = Layer()
+    call.struct.gates[0] = KvMatrix()
+    with pytest.raises(BadCall, match="must have its widths"):
+        call.reach_mlp()
+
+
 def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
-    def run(layer: Layer, step: Step, tokens: int = 1, cos: Tensor | None = None) -> None:
+    def run(layer: Layer, step: Step, tokens: int = 1, cos: Tensor | None = None, normed: Tensor | None = None) -> None:
         layers, tables = address_table([address_of(layer.struct)]), address_table([address_of(step.step)])
         by_layer, scaling, counts = address_table([address_of(tables)]), float_table([0.2]), count_table([1])
         cos = bfloat16(tokens, DIM) if cos is None else cos
         kernels().kvkeep_run_layers(
             address_of(layers), address_of(by_layer), address_of(scaling), 1, address_of(counts), cos,
-            bfloat16(tokens, DIM), layer.y[:tokens],
+            bfloat16(tokens, DIM), layer.y[:tokens], normed,
         )  # fmt: skip
 
     run(Layer(), Step())
@@ -587,6 +610,12 @@ def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
         assert step.numbers.unchanged() and layer.numbers.unchanged()
     with pytest.raises(BadCall, match="cosines"):
         run(Layer(), Step(), cos=bfloat16(1, HALF))
+    layer = Layer()
+    layer.struct.intermediate, layer.struct.gates[0], layer.struct.down = 0, KvMatrix(), KvMatrix()
+    run(layer, Step(), normed=layer.normed[:1])
+    for normed, rule in ((None, "must have its MLP"), (layer.normed[:1, :63].contiguous(), "enters an MLP")):
+        with pytest.raises(BadCall, match=rule):
+            run(layer, Step(), normed=normed)
 
 
 def test_norms_angles_and_digests_that_do_not_fit_are_refused() -> None:
@@ -731,3 +760,70 @@ def test_a_state_space_that_does_not_fit_is_refused(name: str, value: Any, rule:
         call.run()
     assert call.numbers.unchanged()
     Mamba2().run()
+
+
+class Experts:
+    """A call of kvkeep_run_experts."""
+
+    ROWS, K, COUNT, HIDDEN, INNER = 3, 2, 4, 32, 16
+
+    def __init__(self) -> None:
+        self.numbers, outputs = Numbers(), 2 * self.INNER
+        self.gates, self.gates_panels = matrix(self.HIDDEN, self.COUNT * outputs)
+        self.down, self.down_panels = matrix(self.INNER, self.COUNT * self.HIDDEN)
+        self.struct = KvExperts(
+            gates=(self.gates,), down=self.down, experts=self.COUNT, hidden=self.HIDDEN, inner=self.INNER, gated=1
+        )
+        for name, size in (
+            ("gates_bias", self.COUNT * outputs), ("down_bias", self.COUNT * self.HIDDEN), ("gate_values", 1 << 16),
+            ("up_values", 1 << 16),
+        ):  # fmt: skip
+            setattr(self.struct, name, array(self.numbers(name, bfloat16(size))))
+        self.x, self.y = (self.numbers(name, bfloat16(self.ROWS, self.HIDDEN)) for name in ("x", "y"))
+        self.chosen = self.numbers("chosen", torch.tensor([[0, 3], [2, 1], [4, -1]]))
+        self.weights = self.numbers("weights", torch.rand(self.ROWS, self.K))
+
+    def run(self) -> None:
+        kernels().kvkeep_run_experts(address_of(self.struct), self.x, self.chosen, self.weights, self.y)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("struct.experts", 0, "experts must have widths"),
+        ("struct.experts", 5, "matrices of a layer must have its widths"),
+        ("struct.experts", 1 << 39, "no more outputs than memory"),
+        ("struct.hidden", 24, "multiples of 16"),
+        ("struct.inner", 8, "multiples of 16"),
+        ("struct.gated", 2, "multiples of 16"),
+        ("struct.gated", 0, "matrices of a layer must have its widths"),
+        ("struct.gates_bias", bfloat16(127), "biases must be bfloat16"),
+        ("struct.down_bias", torch.ones(128), "biases must be bfloat16"),
+        ("struct.gate_values", bfloat16(65535), "of each bfloat16 number"),
+        ("struct.up_values", torch.ones(65536), "of each bfloat16 number"),
+        ("x", torch.ones(3, 32), "bfloat16 rows of their width"),
+        ("x", bfloat16(3, 31), "bfloat16 rows of their width"),
+        ("y", bfloat16(2, 32), "bfloat16 rows of their width"),
+        ("chosen", torch.zeros(3, 2, dtype=torch.int32), "the same number of chosen experts"),
+        ("chosen", torch.zeros(5, dtype=torch.int64), "the same number of chosen experts"),
+        ("weights", torch.ones(2, 2), "the same number of chosen experts"),
+        ("weights", bfloat16(3, 2), "the same number of chosen experts"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(name: str, value: Any, rule: str) -> None:
+    call = Experts()
+    put(name, value)(call) if "." in name else setattr(call, name, value)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+    Experts().run()
+
+
+def test_each_expert_has_whole_panels_of_a_matrix() -> None:
+    call = Experts()
+    first, call.gates_panels = matrix(32, 16)
+    rest, more = matrix(32, 112)
+    call.struct.gates[0], call.struct.gates[1] = first, rest
+    with pytest.raises(BadCall, match="whole panels"):
+        call.run()
+    assert len(more)

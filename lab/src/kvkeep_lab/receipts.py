@@ -154,13 +154,14 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
 
 
 def library_computes(model: Any) -> bool:
-    """Return whether the library computes all layers, norms and angles of ``model``, and the logits are not capped (by
-    torch's tanh). Then torch only rounds single elements, with the same result on every processor."""
+    """Return whether the library computes all layers, norms and angles of ``model``, which is no mixture, and the
+    logits are not capped (by torch's tanh). Then torch only rounds single elements, with the same result on every
+    processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
     fused = [vars(layer).get("forward") for layer in layers_of(decoder_of(model))]
-    widths = {one.dim if isinstance(one, FusedLayer) else None for one in fused}
+    widths = {one.dim if isinstance(one, FusedLayer) and not one.mixture else None for one in fused}
     for module in model.modules():
         name, forward = type(module).__name__, vars(module).get("forward")
         if name.endswith("Norm") and not isinstance(forward, FusedNorm):

@@ -1,17 +1,16 @@
 """Experts whose matrices stay packed: the rows of a token go through those of the experts that it is routed to.
 
 transformers holds the matrices of all experts of a layer in two parameters, (experts, outputs, inputs). Here they are
-packed one below the other, and each expert multiplies with its part. The rows of a prompt are grouped by expert, so a
-pass reads each matrix once, and a step reads only those that it needs.
+packed one below the other, and each expert multiplies with its part. One call of the library runs all experts of a
+layer. It groups the rows of a prompt by expert, so a pass reads each matrix once, and a step reads only those that it
+needs. Activations are tables of all bfloat16 numbers, which torch computes once: the library has torch's bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +19,16 @@ from torch import Tensor, nn
 from kvkeep.errors import UsageError, trial
 from kvkeep.models.packed import Blocks, Packed, WithPointers, quantised
 from kvkeep.native.library import kernels
-from kvkeep.native.structures import KIND_NUMBERS, PANEL_OUTPUTS, KvMatrix, address_of, array
+from kvkeep.native.structures import PANEL_OUTPUTS, KvExperts, address_of, array
 
 GATES, UPS, DOWN = "gate_up_proj", "up_proj", "down_proj"
 """The parameters of a layer's experts: gates and ups (experts, 2 * inner, hidden), or only ups, and (experts, hidden,
 inner)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpertForm:
-    """How transformers holds the matrices of a layer's experts."""
+    """How transformers holds the matrices of a layer's experts, and what these make of gates and ups."""
 
     first: str
     """The name of the first matrices: :data:`GATES`, or :data:`UPS` for experts without gates."""
@@ -37,6 +36,10 @@ class ExpertForm:
     """Whether weights are (experts, inputs, outputs), with gate and up columns interleaved (gpt-oss)."""
     biases: bool
     """Whether outputs have biases."""
+    gate_values: Tensor
+    """(65536,) bfloat16: what a gate becomes, or an up of experts without gates. Number i is that of the bits i."""
+    up_values: Tensor | None
+    """The same of ups, by which gates are multiplied; None: ups stay as they are."""
 
     @property
     def matrices(self) -> tuple[str, str]:
@@ -61,6 +64,19 @@ class ExpertForm:
         weight = weight.transpose(1, -1) if weight.ndim == 3 else weight
         return torch.cat((weight[:, ::2], weight[:, 1::2]), 1) if name.startswith(GATES) else weight
 
+    def activated(self, outputs: Tensor) -> Tensor:
+        """Return the inputs of the down matrices, (rows, inner), for the ``outputs`` of the first ones."""
+        if self.first == UPS:
+            return _looked_up(self.gate_values, outputs)
+        gates, ups = outputs.chunk(2, -1)
+        return _looked_up(self.gate_values, gates) * (
+            ups if self.up_values is None else _looked_up(self.up_values, ups)
+        )
+
+
+def _looked_up(table: Tensor, numbers: Tensor) -> Tensor:
+    return table.to(numbers.device)[numbers.contiguous().view(torch.int16).long() & 0xFFFF]
+
 
 class Experts(NamedTuple):
     """The experts of one layer in transformers."""
@@ -73,7 +89,7 @@ class PackedExperts(WithPointers, nn.Module):
     """The experts of one layer. gates: matrices whose outputs are gates and then ups, in one matrix or in two, or only
     ups. Each has the rows of all experts, one after the other."""
 
-    pointers = ("structs",)
+    pointers = ("struct",)
     gates_bias: Tensor | None
     """(experts, outputs of the gates and ups) bfloat16"""
     down_bias: Tensor | None
@@ -82,81 +98,70 @@ class PackedExperts(WithPointers, nn.Module):
     def __init__(self, experts: Experts, gates: Sequence[Packed], down: Packed) -> None:
         super().__init__()
         module, self.form = experts
-        self.num_experts, self.act_fn = int(module.num_experts), getattr(module, "act_fn", None)
+        self.num_experts = int(module.num_experts)
         self.gates, self.down = nn.ModuleList(gates), down
         for name, of in zip(("gates_bias", "down_bias"), self.form.matrices, strict=True):
             bias = getattr(module, f"{of}_bias").detach() if self.form.biases else None
             made = None if bias is None else self.form.rows(of, bias).to(torch.bfloat16).contiguous()
             self.register_buffer(name, made)
-        if self.form.transposed:
-            self._apply_gate = partial(type(module)._apply_gate, SimpleNamespace(**dict(_settings(module))))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of the chosen experts' outputs, (tokens, hidden). top_k_index, top_k_weights: the chosen
-        experts of each token and their weights, (tokens, k)."""
+        experts of each token and their weights, (tokens, k); a padded token may have some that do not exist."""
         if torch.is_grad_enabled() and hidden_states.requires_grad:
             raise UsageError("Packed experts have no gradient; load the model with weights float32.")
-        chosen = top_k_index.flatten()
-        order = chosen.argsort(stable=True)
-        order = order[: int((chosen < self.num_experts).sum())]  # a padded token may have none
-        tokens = order // top_k_index.shape[-1]
-        ends = [*accumulate(chosen.bincount(minlength=self.num_experts)[: self.num_experts].tolist())]
-        spans = [(expert, begin, end) for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))]
-        spans = [one for one in spans if one[1] < one[2]]
-        rows = hidden_states[tokens].to(torch.bfloat16)
-        inner = self._activated(self._multiplied(self._gates(), rows, spans, self.gates_bias))
-        found = self._multiplied([self.down], inner.to(torch.bfloat16), spans, self.down_bias)
-        found = found * top_k_weights.flatten()[order, None]
-        return torch.zeros_like(hidden_states).index_add_(0, tokens, found.to(hidden_states.dtype))
-
-    def _activated(self, outputs: Tensor) -> Tensor:
-        """Return the input of the down matrices, (rows, inner), of the ``outputs`` of the first ones."""
-        if self.form.transposed:
-            return self._apply_gate(torch.stack(outputs.chunk(2, -1), -1).flatten(-2))
-        assert self.act_fn is not None
-        if self.form.first == UPS:
-            return self.act_fn(outputs)
-        gate, up = outputs.chunk(2, -1)
-        return self.act_fn(gate) * up
+        rows = hidden_states.to(torch.bfloat16).contiguous()
+        if self.down.native:
+            out, chosen = torch.empty_like(rows), top_k_index.long().contiguous()
+            weights = top_k_weights.float().contiguous()
+            kernels().kvkeep_run_experts(address_of(self.struct), rows, chosen, weights, out)
+            return out.to(hidden_states.dtype)
+        out = torch.zeros_like(hidden_states, dtype=torch.float32)
+        for expert in top_k_index.unique().tolist():
+            if 0 <= expert < self.num_experts:
+                tokens, places = torch.where(top_k_index == expert)
+                outputs = self._multiplied(self._gates(), expert, rows[tokens], self.gates_bias)
+                found = self._multiplied([self.down], expert, self.form.activated(outputs), self.down_bias)
+                found = (found * top_k_weights[tokens, places, None]).to(hidden_states.dtype)
+                out.index_add_(0, tokens, found.float())
+        return out.to(hidden_states.dtype)
 
     def _gates(self) -> list[Packed]:
         return [one for one in self.gates if isinstance(one, Packed)]
 
-    def _multiplied(
-        self, matrices: Sequence[Packed], rows: Tensor, spans: Sequence[tuple[int, int, int]], biases: Tensor | None
-    ) -> Tensor:
-        """Return ``rows`` times their experts' parts of ``matrices``, side by side. spans: an expert, its first row and
-        the row behind its last one. biases: of all outputs, (experts, outputs)."""
-        widths = [one.out_features // self.num_experts for one in matrices]
-        stride, rows = sum(widths), rows.contiguous()
-        out = torch.empty(len(rows), stride, dtype=torch.bfloat16, device=rows.device)
-        for matrix, width, column in zip(matrices, widths, [0, *accumulate(widths)], strict=False):
-            for expert, begin, end in spans:
-                bias = None if biases is None else biases[expert, column : column + width]
-                if matrix.native:
-                    place = out.view(-1)[begin * stride + column : (end - 1) * stride + column + width]
-                    struct = self.structs[matrix][expert]
-                    kernels().kvkeep_product(address_of(struct), rows[begin:end], bias, place, stride)
-                else:
-                    part = Blocks(matrix.kind, matrix.data[expert * width : (expert + 1) * width].cpu())
-                    out[begin:end, column : column + width] = nn.functional.linear(
-                        rows[begin:end], part.dense(rows.dtype).to(rows.device), bias
-                    )
-        return out
+    def _multiplied(self, matrices: Sequence[Packed], expert: int, rows: Tensor, biases: Tensor | None) -> Tensor:
+        """Return ``rows`` times an expert's parts of ``matrices``, side by side. These are stored as rows of blocks.
+        biases: of all outputs, (experts, outputs)."""
+        found, column = [], 0
+        for one in matrices:
+            width = one.out_features // self.num_experts
+            part = Blocks(one.kind, one.data[expert * width : (expert + 1) * width].cpu())
+            bias = None if biases is None else biases[expert, column : column + width]
+            found.append(nn.functional.linear(rows, part.dense(rows.dtype).to(rows.device), bias))
+            column += width
+        return torch.cat(found, -1)
 
     @cached_property
-    def structs(self) -> dict[Packed, list[KvMatrix]]:
-        """The part of each expert of each matrix, as structs for the kernels."""
-        return {one: [*self._parts(one)] for one in (*self._gates(), self.down)}
-
-    def _parts(self, matrix: Packed) -> Iterator[KvMatrix]:
-        size, width = len(matrix.data) // self.num_experts, matrix.out_features // self.num_experts
-        for expert in range(self.num_experts):
-            panels = array(matrix.data[expert * size : (expert + 1) * size])
-            yield KvMatrix(panels, matrix.in_features, width, KIND_NUMBERS[matrix.kind])
+    def struct(self) -> KvExperts:
+        """The experts as a struct for the kernels. Its tensors must outlive it."""
+        outputs = sum(one.out_features for one in self._gates())
+        struct = KvExperts(
+            gates=tuple(one.struct for one in self._gates()),
+            down=self.down.struct,
+            gates_bias=array(self.gates_bias),
+            down_bias=array(self.down_bias),
+            gate_values=array(self.form.gate_values),
+            up_values=array(self.form.up_values),
+            experts=self.num_experts,
+            hidden=self.down.out_features // self.num_experts,
+            inner=self.down.in_features,
+            gated=outputs // self.num_experts // self.down.in_features - 1,
+        )
+        struct.kept = [*self.buffers(), self.form]  # as long as the pointers, even if the modules move
+        return struct
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.__dict__.pop("structs", None)  # their pointers become invalid
+        self.__dict__.pop("struct", None)  # their pointers become invalid
         return super()._apply(fn, recurse)
 
 
@@ -190,10 +195,21 @@ def _form(experts: Any) -> ExpertForm | None:
     names = {name for name, _ in experts.named_parameters()}
     first, biases = GATES if GATES in names else UPS, f"{DOWN}_bias" in names
     for transposed in (False, True) if first == GATES else (False,):
-        form = ExpertForm(first, transposed, biases)
-        if names == form.names and _agrees(experts, form):
-            return form
+        with trial("experts"):
+            form = ExpertForm(first, transposed, biases, *_activations(experts, transposed))
+            if names == form.names and _agrees(experts, form):
+                return form
     return None
+
+
+@torch.no_grad()
+def _activations(experts: Any, transposed: bool) -> tuple[Tensor, Tensor | None]:
+    """Return what each bfloat16 number becomes as a gate and as an up."""
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    if not transposed:
+        return experts.act_fn(every), None
+    gates = experts._apply_gate(torch.stack((every, torch.zeros_like(every)), -1).flatten())  # times 0 + 1
+    return gates, every.clamp(-experts.limit, experts.limit) + 1
 
 
 @torch.no_grad()
@@ -219,14 +235,10 @@ def _agrees(experts: Any, form: ExpertForm) -> bool:
         parameters |= {f"{name}_bias": nn.Parameter(random(count, shape[1])) for name, shape in sizes.items()}
     small.__dict__.update(experts.__dict__ | {"num_experts": count, "_parameters": parameters})
     x, chosen, weights = random(5, hidden), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]]), random(5, 2).abs()
-    with trial("experts"):
-        first, (down,) = (
-            packed_experts([form.rows(name, parameters[name].detach())], 16, count) for name in form.matrices
-        )
-        packed = PackedExperts(Experts(small, form), first, down)
-        for scale in (1, 64):  # some limit what their gates return
-            ours, wanted = (one(scale * x, chosen, weights) for one in (packed, partial(type(experts).forward, small)))
-            if not bool((ours - wanted).float().abs().max() <= 0.03 * wanted.float().abs().max()):
-                return False
-        return True
-    return False
+    first, (down,) = (packed_experts([form.rows(name, parameters[name].detach())], 16, count) for name in form.matrices)
+    packed = PackedExperts(Experts(small, form), first, down)
+    for scale in (1, 64):  # some limit what their gates return
+        ours, wanted = (one(scale * x, chosen, weights) for one in (packed, partial(type(experts).forward, small)))
+        if not bool((ours - wanted).float().abs().max() <= 0.03 * wanted.float().abs().max()):
+            return False
+    return True

@@ -1,10 +1,11 @@
 """Runs a decoder layer in two kernel calls: one before attention, and one after it.
 
 A step of a small model is mostly the overhead of some forty operations per layer. For layers laid out like Llama's,
-with packed weights, the kernels compute everything between residual and attention. They use the same chains as the
-modules (native/layer.h), so keys and values rebuilt by a module have the same bits. As in the adapter, nothing is
-assumed of a family: each layer is first compared with its modules on random residuals. A layer that differs, or whose
-modules are hooked, runs as in transformers.
+with packed weights, the kernels compute everything between residual and attention. A mixture of experts remains a
+module, between the kernels' norm and the next layer. Kernels use the same chains as the modules (native/layer.h), so
+keys and values rebuilt by a module have the same bits. As in the adapter, nothing is assumed of a family: each layer is
+first compared with its modules on random residuals. A layer that differs, or whose modules are hooked, runs as in
+transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import trial
+from kvkeep.models.experts import PackedExperts
 from kvkeep.models.forward import current_attender
 from kvkeep.models.packed import Packed, PackedLinear, WithPointers
 from kvkeep.models.recurrences import replace_recurrence
@@ -30,7 +32,7 @@ from kvkeep.models.rotary import replace_rotary
 from kvkeep.models.routers import replace_routers
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
-from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, address_of, array
+from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, KvMatrix, address_of, array
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep, Writes
 from kvkeep.step.sinks import sinks_of
@@ -117,25 +119,31 @@ class FusedLayer(WithPointers):
 
     pointers = ("struct", "address")
 
-    def __init__(self, layer: Any) -> None:
-        """Raise AttributeError or TypeError if the layer has another layout."""
+    def __init__(self, layer: Any, halves: bool = False) -> None:
+        """halves: both channels that are rotated together share a cosine and a sine. Raise AttributeError or TypeError
+        if the layer has another layout."""
         self.layer, self.attention = layer, layer.self_attn
         attention, mlp = layer.self_attn, layer.mlp
+        self.mixture = isinstance(getattr(mlp, "experts", None), PackedExperts)
+        """Whether its MLP is a mixture of experts."""
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        linear = [*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        of_mlp = [] if self.mixture else [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        linear = [*projections, attention.o_proj, *of_mlp]
         self.dim = attention.head_dim
+        self.angles = self.dim // 2 if halves else self.dim
+        """Cosines of a token."""
         self.heads, self.kv_heads = (part.out_features // self.dim for part in projections[:2])
-        self.hidden, self.inner = attention.q_proj.in_features, mlp.gate_proj.out_features
+        self.hidden, self.inner = attention.q_proj.in_features, of_mlp[0].out_features if of_mlp else 0
         shapes = [(part.out_features, part.in_features) for part in linear]
         query, key, hidden, inner = self.heads * self.dim, self.kv_heads * self.dim, self.hidden, self.inner
-        enter = [(query, hidden), (key, hidden), (key, hidden)]
-        if shapes != [*enter, (hidden, query), (inner, hidden), (inner, hidden), (hidden, inner)]:
+        wanted = [(query, hidden), (key, hidden), (key, hidden), (hidden, query)]
+        if shapes != wanted + [(inner, hidden), (inner, hidden), (hidden, inner)][: len(of_mlp)]:
             raise TypeError("its matrices do not have the shapes of Llama's")
         if self.inner % 16 or self.dim % 2 or not all(type(part) is PackedLinear and part.native for part in linear):
             raise TypeError("its matrices are not the library's, or its widths not multiples of 16")
-        if any(part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        if any(part.bias is not None for part in of_mlp):
             raise TypeError("its MLP has biases")
-        self.gate = _gate(mlp.act_fn)
+        self.gate = 0 if self.mixture else _gate(mlp.act_fn)
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         sandwiched = hasattr(layer, names[0])  # as in Gemma: norms also after attention and MLP
         norms = {
@@ -149,22 +157,24 @@ class FusedLayer(WithPointers):
         fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in norms.items()}
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
             raise TypeError("a norm differs from RMSNorm")
+        if self.mixture and sandwiched:
+            raise TypeError("its experts have a norm behind them")
         if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
             raise TypeError("norms differ in their epsilon")
         self._weights, self.norms = fused, [norm for norm in fused.values() if norm is not None]
         self.unchanged = Unchanged([self])
-        self._parts = [_joined(projections), [attention.o_proj], _joined([mlp.gate_proj, mlp.up_proj]), [mlp.down_proj]]
+        self._parts = [_joined(projections), [attention.o_proj], _joined(of_mlp[:2]), of_mlp[2:]]
         self.all: FusedLayers | None = None  # set in the first layer: runs all layers
 
     @functools.cached_property
     def struct(self) -> KvLayer:
         """The layer as a struct for the kernels. Its tensors must outlive it."""
-        qkv, (out,), gates, (down,) = self._parts
+        qkv, (out,), gates, downs = self._parts
         struct = KvLayer(
             qkv=tuple(part.struct for part in qkv),
             out=out.struct,
             gates=tuple(part.struct for part in gates),
-            down=down.struct,
+            down=downs[0].struct if downs else KvMatrix(),
             qkv_bias=tuple(array(part.bias) for part in qkv),
             out_bias=array(out.bias),
             hidden=self.hidden,
@@ -209,7 +219,7 @@ class FusedLayer(WithPointers):
             args
             or interface is None
             or position_embeddings is None
-            or position_embeddings[0].shape[-1] != self.dim  # only a part of each head is rotated
+            or position_embeddings[0].shape[-1] != self.angles  # only a part of each head is rotated
             or not _ours(hidden_states)
             or kwargs.get("output_attentions")
             or not self.unchanged()
@@ -225,6 +235,8 @@ class FusedLayer(WithPointers):
             key, value = cache.update(key, value, self.attention.layer_idx)
         if hasattr(self.attention, "sliding_window"):
             kwargs["sliding_window"] = self.attention.sliding_window
+        if hasattr(self.attention, "sinks"):
+            kwargs["s_aux"] = self.attention.sinks
         output, _ = interface(
             self.attention, query, key, value, attention_mask, dropout=0.0, scaling=self.attention.scaling, **kwargs
         )
@@ -233,7 +245,7 @@ class FusedLayer(WithPointers):
     def _enter(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = x.contiguous()
         batch, count, _ = x.shape
-        cos, sin = _turns(angles)
+        cos, sin = _turns(angles, self.dim)
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
         value = torch.empty_like(key)
@@ -242,12 +254,22 @@ class FusedLayer(WithPointers):
 
     def _leave(self, output: Tensor, residual: Tensor) -> Tensor:
         result = torch.empty_like(residual)
-        kernels().kvkeep_after_attention(self.address, output.contiguous(), residual, result)
-        return result
+        if not self.mixture:
+            kernels().kvkeep_after_attention(self.address, output.contiguous(), residual, result)
+            return result
+        normed = torch.empty_like(residual)
+        kernels().kvkeep_before_mlp(self.address, output.contiguous(), residual, result, normed)
+        return result + self.mixed(normed)
+
+    def mixed(self, normed: Tensor) -> Tensor:
+        """Return the output of a mixture for what enters it, (batch, tokens, hidden)."""
+        found = self.layer.mlp(normed)
+        return found[0] if isinstance(found, tuple) else found
 
 
 class FusedLayers(WithPointers):
-    """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer."""
+    """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer. If some are
+    mixtures, a call ends at each of them."""
 
     pointers = ("tables",)
 
@@ -258,9 +280,9 @@ class FusedLayers(WithPointers):
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> FusedLayers | None:
-        """Return an object that runs ``layers``, those of ``modules``; None if their layouts differ, or attention has
+        """Return an object that runs ``layers``, those of ``modules``; None if their heads differ, or attention has
         sinks."""
-        shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
+        shapes = {(one.hidden, one.heads, one.kv_heads, one.dim) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
         plain = all(sinks_of(one.attention) is None for one in layers)
         return cls(layers, modules) if len(shapes) == 1 and ordered and plain else None
@@ -273,19 +295,31 @@ class FusedLayers(WithPointers):
         return [one.forward for one in self._modules._modules.values()] == self.layers and self._unchanged()
 
     @functools.cached_property
-    def tables(self) -> tuple[Any, Any]:
-        """The layers' addresses, and the scaling of each layer's attention."""
-        return (
-            structures.address_table([one.address for one in self.layers]),
-            structures.float_table([one.attention.scaling for one in self.layers]),
-        )
+    def tables(self) -> list[tuple[Any, Any, slice]]:
+        """Of each call: the layers' addresses, the scaling of each layer's attention, and which layers these are."""
+        ends = [number for number, one in enumerate(self.layers, 1) if one.mixture or number == len(self.layers)]
+        return [
+            (
+                structures.address_table([one.address for one in self.layers[first:last]]),
+                structures.float_table([one.attention.scaling for one in self.layers[first:last]]),
+                slice(first, last),
+            )
+            for first, last in pairwise([0, *ends])
+        ]
 
     def __call__(
         self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]], writes: Writes
     ) -> Tensor:
         """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, those of the tokens, in order.
         writes: notes which of them have written."""
-        return run_layers(*self.tables, steps, writes, x, *_turns(angles))
+        x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].dim)
+        for layers, scaling, part in self.tables:
+            last = self.layers[part][-1]
+            normed = torch.empty_like(x) if last.mixture else None
+            run_layers(layers, scaling, steps[part], writes, x, *turns, normed)
+            if normed is not None:
+                x += last.mixed(normed)
+        return x
 
 
 class FusedList(nn.ModuleList):
@@ -308,11 +342,13 @@ class FusedList(nn.ModuleList):
                 return
 
 
-def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines in the kernels' layout."""
+def _turns(angles: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines in the kernels' layout, (batch, tokens, dim)."""
     cos, sin = angles
+    if cos.shape[-1] < dim:
+        cos, sin = (torch.cat((part, part), -1) for part in (cos, sin))
     if cos.dtype != torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
-        cos, sin = (part.to(torch.bfloat16).contiguous() for part in angles)
+        cos, sin = (part.to(torch.bfloat16).contiguous() for part in (cos, sin))
     return cos, sin
 
 
@@ -330,9 +366,10 @@ def fuse(model: Any, layers: Any) -> int:
     for module in [*model.modules()]:  # with their norms
         replace_recurrence(module)
     done: list[FusedLayer] = []
+    halves = any(getattr(vars(module).get("forward"), "halves", False) for module in model.modules())
     for index, layer in enumerate(layers):
         with trial(f"layer {index} runs by its modules"):
-            fused = FusedLayer(layer)
+            fused = FusedLayer(layer, halves)
             if _agrees(fused):
                 layer.forward = fused
                 done.append(fused)
@@ -379,7 +416,7 @@ def _agrees(fused: FusedLayer) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
-    angle = torch.rand(2, 5, fused.dim // 2, generator=generator).repeat(1, 1, 2) * 6
+    angle = torch.rand(2, 5, fused.dim // 2, generator=generator).repeat(1, 1, 2)[..., : fused.angles] * 6
     angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
     before, calls = fused.attention.config._attn_implementation, []

@@ -55,11 +55,15 @@ class RowSigmoid(TorchFunctionMode):
     """Computes the sigmoid of float32 by torch's ``exp``. torch's own sigmoid computes the last numbers of a tensor,
     or of a thread's part of it, in another way than the others, and their last bits differ."""
 
+    used = False
+    """Whether it has computed one."""
+
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute a function of torch."""
         if func in (torch.sigmoid, Tensor.sigmoid) and args and args[0].dtype == torch.float32:
+            self.used = True
             return 1 / (1 + (-args[0]).exp())
         return func(*args, **(kwargs or {}))
 
@@ -69,26 +73,34 @@ class Routed:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.has_sigmoid = False
+        """Whether it has computed a sigmoid."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the router's own forward returns."""
-        with RowSigmoid():
-            return type(self.module).forward(self.module, *args, **kwargs)
+        with RowSigmoid() as mode:
+            found = type(self.module).forward(self.module, *args, **kwargs)
+        self.has_sigmoid |= mode.used
+        return found
 
 
 @torch.no_grad()
 def replace_routers(model: Any) -> None:
     """Let a model's routers compute each row alone. Their weights are replaced where a trial shows that the library
-    then computes their products."""
+    then computes their products, and their forward where it has a sigmoid."""
     for module in [one for one in model.modules() if "Router" in type(one).__name__]:
-        module.forward = Routed(module)
+        module.forward = routed = Routed(module)
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             continue
         module.weight = made = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
+        needed = True
         for biases in ((), (torch.zeros(len(weight)),)):  # some are given the biases of the choice
             if made.packed is None:
                 with trial("a router"):
                     module(torch.zeros(2, weight.shape[1], dtype=torch.bfloat16), *biases)
+                    needed = routed.has_sigmoid
         if made.packed is None:
             module.weight = weight
+        if not needed:
+            del module.forward

@@ -278,13 +278,14 @@ bool matrices_fit(const KvMatrix* matrices, int count, int64_t inputs, Wide outp
 }
 
 bool layer_fits(const KvLayer& l) {
-  for (int64_t one : {l.hidden, l.heads, l.kv_heads, l.dim, l.intermediate})
+  for (int64_t one : {l.hidden, l.heads, l.kv_heads, l.dim})
     RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
-  RULE(l.dim % 2 == 0 && l.intermediate % 16 == 0, "heads must be of an even width, and MLPs of a multiple of 16");
+  RULE(l.dim % 2 == 0 && is_size(l.intermediate) && l.intermediate % 16 == 0,
+       "heads must be of an even width, and MLPs of a multiple of 16");
   if (!matrices_fit(l.qkv, 3, l.hidden, (Wide(l.heads) + 2 * Wide(l.kv_heads)) * l.dim)) return false;
   if (!matrices_fit(&l.out, 1, l.heads * l.dim, l.hidden)) return false;
   if (!matrices_fit(l.gates, 2, l.hidden, 2 * Wide(l.intermediate))) return false;
-  if (!matrices_fit(&l.down, 1, l.intermediate, l.hidden)) return false;
+  if (!matrices_fit(&l.down, 1, l.intermediate, l.intermediate ? l.hidden : 0)) return false;
   for (int i = 0; i < 3; i++)
     RULE(holds_or_nothing(l.qkv_bias[i], KV_BFLOAT16, l.qkv[i].outputs), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.out_bias, KV_BFLOAT16, l.hidden), "biases must be bfloat16 of each output");
@@ -375,12 +376,44 @@ bool before_attention_fits(const KvLayer& l, const KvArray& x, int64_t batch, co
   return true;
 }
 
-bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArray& residual, const KvArray& y) {
+bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& residual, const KvArray& y,
+                     const KvArray& normed) {
   if (!layer_fits(l)) return false;
   RULE(is_rows_of(residual, l.hidden) && holds(y, KV_BFLOAT16, residual.length),
        "input and output of a layer must be bfloat16 rows of its width");
   RULE(holds(attended, KV_BFLOAT16, Wide(residual.length / l.hidden) * l.heads * l.dim),
        "the attention of a layer must be bfloat16 of each token and head");
+  RULE(holds(normed, KV_BFLOAT16, residual.length), "what enters an MLP must be bfloat16 rows of its width");
+  return true;
+}
+
+bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArray& residual, const KvArray& y) {
+  RULE(l.intermediate, "a layer must have its MLP");
+  return before_mlp_fits(l, attended, residual, y, y);
+}
+
+bool experts_fit(const KvExperts& e, const KvArray& x, const KvArray& chosen, const KvArray& weights,
+                 const KvArray& y) {
+  for (int64_t one : {e.experts, e.hidden, e.inner}) RULE(one > 0 && is_size(one), "experts must have widths");
+  RULE(e.hidden % 16 == 0 && e.inner % 16 == 0 && (e.gated == 0 || e.gated == 1),
+       "experts must have widths that are multiples of 16");
+  const Wide outputs = Wide(1 + e.gated) * e.inner, count = e.experts;
+  RULE(count * outputs <= MAX_SIZE && count * e.hidden <= MAX_SIZE, "experts must have no more outputs than memory");
+  if (!matrices_fit(e.gates, 2, e.hidden, count * outputs)) return false;
+  if (!matrices_fit(&e.down, 1, e.inner, count * e.hidden)) return false;
+  for (const KvMatrix& one : e.gates)
+    RULE(one.outputs % (count * KV_PANEL_OUTPUTS) == 0, "each expert must have whole panels of a matrix");
+  RULE(holds_or_nothing(e.gates_bias, KV_BFLOAT16, count * outputs) &&
+           holds_or_nothing(e.down_bias, KV_BFLOAT16, count * e.hidden),
+       "biases must be bfloat16 of each output");
+  RULE(holds(e.gate_values, KV_BFLOAT16, 1 << 16) && holds_or_nothing(e.up_values, KV_BFLOAT16, 1 << 16),
+       "what gates and ups become must be bfloat16 of each bfloat16 number");
+  RULE(is_rows_of(x, e.hidden) && holds(y, KV_BFLOAT16, x.length),
+       "experts must read and write bfloat16 rows of their width");
+  const int64_t rows = x.length / e.hidden;
+  RULE(holds(chosen, KV_INT64, chosen.length) && holds(weights, KV_FLOAT32, chosen.length) &&
+           (rows ? chosen.length % rows == 0 : !chosen.length),
+       "each row must have the same number of chosen experts, int64, and of weights, float32");
   return true;
 }
 
@@ -473,7 +506,7 @@ bool sessions_fit(KvStep* const* steps, int64_t count, const KvArray& query, con
 }
 
 bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count, const int64_t* step_counts,
-                const KvArray& cos, const KvArray& sin, const KvArray& x) {
+                const KvArray& cos, const KvArray& sin, const KvArray& x, const KvArray& normed) {
   RULE(count > 0 && is_size(count), "a call must have layers");
   const KvLayer& first = *layers[0];
   if (!layer_fits(first)) return false;
@@ -481,6 +514,7 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
   const int64_t tokens = x.length / first.hidden, dim = first.dim;
   RULE(holds(cos, KV_BFLOAT16, Wide(tokens) * dim) && holds(sin, KV_BFLOAT16, Wide(tokens) * dim),
        "cosines and sines must be bfloat16 of each token and channel");
+  RULE(holds_or_nothing(normed, KV_BFLOAT16, x.length), "what enters an MLP must be bfloat16 rows of its width");
   char memory = 0;  // of the library itself, which reserves what lies between the parts of a layer
   const auto reserved = [&](int64_t type, Wide length) { return KvArray{&memory, int64_t(length), type}; };
   const Wide queries = Wide(tokens) * first.heads, keys = Wide(tokens) * first.kv_heads * dim;
@@ -490,8 +524,9 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
   for (int64_t layer = 0; layer < count; layer++) {
     const KvLayer& l = *layers[layer];
     if (layer && !layer_fits(l)) return false;
+    RULE(l.intermediate || (layer == count - 1 && has(normed)), "a layer must have its MLP");
     RULE(l.hidden == first.hidden && l.heads == first.heads && l.kv_heads == first.kv_heads && l.dim == dim,
-         "layers of a call must have the same shapes");
+         "layers of a call must have the same heads");
     RULE(is_size(step_counts[layer]), "a layer must have a number of steps");
     for (int64_t i = 0; i < step_counts[layer]; i++) {
       const KvStep& step = *steps[layer][i];

@@ -21,7 +21,11 @@ bool norm_fits(const KvArray& x, const KvArray& weight, const KvArray& y);
 bool angles_fit(const KvArray& positions, const KvArray& frequencies, const KvArray& cos, const KvArray& sin);
 bool before_attention_fits(const KvLayer& layer, const KvArray& x, int64_t batch, const KvArray& cos,
                            const KvArray& sin, const KvArray& query, const KvArray& key, const KvArray& value);
+bool before_mlp_fits(const KvLayer& layer, const KvArray& attended, const KvArray& residual, const KvArray& y,
+                     const KvArray& normed);
 bool after_attention_fits(const KvLayer& layer, const KvArray& attended, const KvArray& residual, const KvArray& y);
+bool experts_fit(const KvExperts& experts, const KvArray& x, const KvArray& chosen, const KvArray& weights,
+                 const KvArray& y);
 bool delta_net_fits(const KvDeltaNet& net, const KvArray& inputs, const KvArray& gate, const KvArray& beta,
                     const KvArray& decay, const KvArray& state, const KvArray& out);
 bool mamba2_fits(const KvMamba2& space, const KvArray& inputs, const KvArray& gate, const KvArray& steps,
@@ -34,7 +38,7 @@ bool insert_fits(const KvInsert& insert, const KvArray& new_keys, const KvArray&
 bool sessions_fit(KvStep* const* steps, int64_t count, const KvArray& query, const KvArray& key, const KvArray& value,
                   int64_t tokens, int64_t heads, const KvArray& sinks, const KvArray& out, const KvArray& lse);
 bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count, const int64_t* step_counts,
-                const KvArray& cos, const KvArray& sin, const KvArray& x);
+                const KvArray& cos, const KvArray& sin, const KvArray& x, const KvArray& normed);
 
 bool blocks_fit(const KvRows& rows, int64_t first, int64_t blocks, int64_t block_rows, const KvArray& digests);
 

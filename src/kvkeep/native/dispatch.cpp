@@ -153,9 +153,19 @@ KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch,
   });
 }
 
+KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y, KvArray normed) {
+  return run(before_mlp_fits(*layer, attended, residual, y, normed),
+             [&](auto& kernels) { return kernels.before_mlp(layer, attended, residual, y, normed); });
+}
+
 KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y) {
   return run(after_attention_fits(*layer, attended, residual, y),
              [&](auto& kernels) { return kernels.after_attention(layer, attended, residual, y); });
+}
+
+KvStatus kvkeep_run_experts(const KvExperts* experts, KvArray x, KvArray chosen, KvArray weights, KvArray y) {
+  return run(experts_fit(*experts, x, chosen, weights, y),
+             [&](auto& kernels) { return kernels.run_experts(experts, x, chosen, weights, y); });
 }
 
 KvStatus kvkeep_delta_net(const KvDeltaNet* net, KvArray inputs, KvArray gate, KvArray beta, KvArray decay,
@@ -193,8 +203,9 @@ KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray que
 }
 
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x) {
-  return run(layers_fit(layers, steps, count, step_counts, cos, sin, x), [&](auto& kernels) {
-    return kernels.run_layers(layers, steps, scaling, count, step_counts, cos, sin, x);
+                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x,
+                           KvArray normed) {
+  return run(layers_fit(layers, steps, count, step_counts, cos, sin, x, normed), [&](auto& kernels) {
+    return kernels.run_layers(layers, steps, scaling, count, step_counts, cos, sin, x, normed);
   });
 }

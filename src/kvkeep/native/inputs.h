@@ -40,6 +40,17 @@ static void round_group(const bf16* x, InputGroup& to) {
   to.sum = to.scale * float(to.total);
 }
 
+// Writes a row to its place in a tile of `count` rows.
+static void prepare_row(const bf16* x, int64_t inputs, bool round, void* tile, int64_t row, int64_t count) {
+  if (round) {
+    InputGroup* to = (InputGroup*)tile + row;
+    for (int64_t g = 0; g < inputs / 32; g++) round_group(x + 32 * g, to[g * count]);
+  } else {
+    float* to = (float*)tile + row * inputs;
+    for (int64_t i = 0; i < inputs; i++) to[i] = widen(x[i]);
+  }
+}
+
 // The rows of a product. Rounded, they are tiles of ROW_TILE rows (the last may have fewer), [group][row] of
 // InputGroup; for bfloat16 weights they are floats, [row][input].
 struct InputRows {
@@ -48,10 +59,9 @@ struct InputRows {
   void* data = nullptr;     // scratch of this thread, set by `prepare`
   bool is_rounded = false;  // what `data` holds
 
-  int64_t groups() const { return inputs / 32; }
   int64_t tiles() const { return (rows + ROW_TILE - 1) / ROW_TILE; }
   int rows_of(int64_t tile) const { return int(min64(ROW_TILE, rows - tile * ROW_TILE)); }
-  const InputGroup* tile(int64_t t) const { return (const InputGroup*)data + t * ROW_TILE * groups(); }
+  void* tile(int64_t t) const { return (char*)data + bytes_of(is_rounded, t * ROW_TILE, inputs); }
 
   static int64_t bytes_of(bool round, int64_t rows, int64_t inputs) {
     return round ? rows * (inputs / 32) * int64_t(sizeof(InputGroup)) : rows * inputs * 4;
@@ -65,15 +75,8 @@ struct InputRows {
     data = kv_scratch(kind_of(round), size_t(bytes_of(round, rows, inputs)));
     if (!data) return;
     for_each_row(rows, [&](int64_t r) {
-      const bf16* from = x + r * stride;
-      if (round) {
-        const int64_t first = r / ROW_TILE * ROW_TILE, count = min64(ROW_TILE, rows - first);
-        InputGroup* to = (InputGroup*)data + first * groups() + r - first;
-        for (int64_t g = 0; g < groups(); g++) round_group(from + 32 * g, to[g * count]);
-      } else {
-        float* to = (float*)data + r * inputs;
-        for (int64_t i = 0; i < inputs; i++) to[i] = widen(from[i]);
-      }
+      const int64_t first = r / ROW_TILE * ROW_TILE;
+      prepare_row(x + r * stride, inputs, round, tile(r / ROW_TILE), r - first, min64(ROW_TILE, rows - first));
     });
   }
 };

@@ -92,8 +92,8 @@ typedef struct KvMatrix {
 typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvMatrix qkv[3];                /* query, key and value projections, joined where they are of one kind; in order */
   KvMatrix out;                   /* output projection: (hidden, heads * dim) */
-  KvMatrix gates[2];              /* gate and up projections of the MLP, joined where they are of one kind */
-  KvMatrix down;                  /* down projection: (hidden, intermediate) */
+  KvMatrix gates[2];              /* gate and up projections of the MLP, joined if they are of one kind; or nothing */
+  KvMatrix down;                  /* down projection: (hidden, intermediate); nothing without gates */
   KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
   KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32 */
@@ -106,10 +106,24 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   int64_t heads;                  /* query heads */
   int64_t kv_heads;               /* key/value heads */
   int64_t dim;                    /* width of a head, even */
-  int64_t intermediate;           /* width of the MLP, a multiple of 16 */
+  int64_t intermediate;           /* width of the MLP, a multiple of 16; 0: the layer has another one */
   int64_t activation;             /* a KvActivation */
   float eps;                      /* of all norms */
 } KvLayer;
+
+typedef struct KvExperts { /* the experts of a layer. A matrix has the outputs of each expert, one after the other */
+  KvMatrix gates[2];       /* gates before ups, joined where they are of one kind; or only ups */
+  KvMatrix down;           /* (experts * hidden, inner) */
+  KvArray gates_bias;      /* (experts, outputs of the gates of one) bfloat16; or nothing */
+  KvArray down_bias;       /* (experts, hidden) bfloat16; or nothing */
+  KvArray gate_values;     /* (65536) bfloat16: what a gate becomes, or an up without gates: the number whose bits are i
+                              becomes gate_values[i] */
+  KvArray up_values;       /* the same of ups, which gates are multiplied by; nothing: they stay as they are */
+  int64_t experts;         /* how many */
+  int64_t hidden;          /* width of the residual stream, a multiple of 16 */
+  int64_t inner;           /* width of an expert, a multiple of 16 */
+  int64_t gated;           /* 1: there are gates, 0: only ups */
+} KvExperts;
 
 typedef struct KvDeltaNet { /* a gated delta net (Qwen3-Next, Qwen 3.5), without its projections */
   KvArray conv;             /* (taps, channels) float32: the convolution's weights, those of the oldest input first */
@@ -271,9 +285,17 @@ KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, Kv
  * tokens, dim), or (tokens, dim) for all. query, key, value: (batch, heads, tokens, dim), written. All are bfloat16. */
 KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
                                  KvArray query, KvArray key, KvArray value);
+/* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). residual,
+ * y: (n, hidden), the residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. */
+KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y, KvArray normed);
 /* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (n, heads * dim). residual,
  * y: (n, hidden); they may be the same. All are bfloat16. */
 KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y);
+/* Writes the sum of what the chosen experts return for each row, times their weights. x, y: (n, hidden) bfloat16; they
+ * may be the same. chosen: (n, k) int64; numbers of no expert are left out. weights: (n, k) float32. What an expert
+ * returns is rounded to bfloat16, and so is its product with the weight; these are added in float32, in the order of
+ * experts. */
+KvStatus kvkeep_run_experts(const KvExperts* experts, KvArray x, KvArray chosen, KvArray weights, KvArray y);
 /* Runs a gated delta net between its projections, token by token. inputs: (taps - 1 + tokens, channels): queries, keys
  * and values of the last tokens before these, and of these. gate, out: (tokens, value_heads * value_dim). beta, decay:
  * (tokens, value_heads). All are bfloat16. state: (value_heads, key_dim, value_dim) float32, read and written. */
@@ -308,11 +330,13 @@ KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_val
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
                                 int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
                                 KvArray lse);
-/* Runs `count` layers of the same shapes, whose attention has no sinks, one after the other, for the tokens of some
+/* Runs `count` layers of the same heads, whose attention has no sinks, one after the other, for the tokens of some
  * sessions. layers: (count). steps: (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin:
- * (tokens, dim) bfloat16. x: (tokens, hidden) bfloat16, read and written. */
+ * (tokens, dim) bfloat16. x: (tokens, hidden) bfloat16, read and written. normed: nothing; or, where the last layer has
+ * no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose output is then missing in x. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x);
+                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x,
+                           KvArray normed);
 
 /* ---- files in memory --------------------------------------------------------------------------------------------- */
 

@@ -38,11 +38,10 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
   });
 }
 
-static void run_after_attention(const KvLayer& l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y,
-                                bf16* scratch) {
-  const int64_t hidden = l.hidden, width = l.heads * l.dim, intermediate = l.intermediate;
-  const float *after_attention = numbers<float>(l.post_attention_norm), *after_mlp = numbers<float>(l.post_mlp_norm);
-  bf16 *normed = scratch, *gates = normed + rows * hidden, *gated = gates + rows * 2 * intermediate;
+static void run_before_mlp(const KvLayer& l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y,
+                           bf16* normed) {
+  const int64_t hidden = l.hidden, width = l.heads * l.dim;
+  const float* after_attention = numbers<float>(l.post_attention_norm);
   InputRows attention_rows{attended, rows, width, width};
   multiply(l.out, attention_rows, numbers<bf16>(l.out_bias), normed, hidden);
   for_each_row(rows, [&](int64_t r) {
@@ -50,6 +49,14 @@ static void run_after_attention(const KvLayer& l, const bf16* attended, const bf
     if (after_attention) norm_row(out, nullptr, nullptr, after_attention, l.eps, hidden, out);
     norm_row(residual + r * hidden, out, y + r * hidden, numbers<float>(l.pre_mlp_norm), l.eps, hidden, out);
   });
+}
+
+static void run_after_attention(const KvLayer& l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y,
+                                bf16* scratch) {
+  const int64_t hidden = l.hidden, intermediate = l.intermediate;
+  const float* after_mlp = numbers<float>(l.post_mlp_norm);
+  bf16 *normed = scratch, *gates = normed + rows * hidden, *gated = gates + rows * 2 * intermediate;
+  run_before_mlp(l, attended, residual, rows, y, normed);
   InputRows mlp_rows{normed, rows, hidden, hidden};
   for (int64_t i = 0, column = 0; i < 2 && l.gates[i].outputs; column += l.gates[i++].outputs)
     multiply<bf16>(l.gates[i], mlp_rows, nullptr, gates + column, 2 * intermediate);
@@ -93,6 +100,18 @@ static KvStatus before_attention(const KvLayer* l, KvArray x, int64_t batch, KvA
   return KV_DONE;
 }
 
+static KvStatus before_mlp(const KvLayer* l, KvArray attended, KvArray residual, KvArray y, KvArray normed) {
+  const int64_t rows = residual.length / l->hidden;
+  Needs needs;
+  add_needs(l->out, rows, needs);
+  if (!needs.reserve()) return KV_NO_MEMORY;
+  with_team(rows <= MAX_DIRECT_ROWS, [&] {
+    run_before_mlp(*l, numbers<bf16>(attended), numbers<bf16>(residual), rows, numbers<bf16>(y),
+                   numbers<bf16>(normed));
+  });
+  return KV_DONE;
+}
+
 static KvStatus after_attention(const KvLayer* l, KvArray attended, KvArray residual, KvArray y) {
   const int64_t rows = residual.length / l->hidden, bytes = rows * elements_after_attention(*l) * 2;
   Needs needs;
@@ -108,12 +127,14 @@ static KvStatus after_attention(const KvLayer* l, KvArray attended, KvArray resi
 }
 
 static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray residual) {
+                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray residual,
+                           KvArray normed) {
   const KvLayer& l = *layers[0];
   const int64_t tokens = residual.length / l.hidden;
   bf16* x = numbers<bf16>(residual);
   const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
-  const int64_t inside = max64(elements_before_attention(l), elements_after_attention(l));
+  int64_t inside = elements_before_attention(l);
+  for (int64_t i = 0; i < count; i++) inside = max64(inside, elements_after_attention(*layers[i]));
   const int64_t row_bytes = (inside + 2 * queries + 2 * keys) * 2 + l.heads * 4;
   Needs needs;  // of all layers: an entry that was written cannot be taken back
   needs.add(KV_SCRATCH_LAYER, tokens * row_bytes);
@@ -136,7 +157,8 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
                            scratch);
       run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], nullptr, attended,
                 lse);
-      run_after_attention(*layers[i], attended, x, tokens, x, scratch);
+      if (layers[i]->intermediate) run_after_attention(*layers[i], attended, x, tokens, x, scratch);
+      else run_before_mlp(*layers[i], attended, x, tokens, x, numbers<bf16>(normed));
     }
   });
   return KV_DONE;

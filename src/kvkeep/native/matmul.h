@@ -220,35 +220,45 @@ static RowsOfPanel rows_of_kind(int64_t kind) {
   }
 }
 
-template <class T> static void multiply(const KvMatrix& m, InputRows& x, const T* bias, T* y, int64_t y_stride) {
+// Writes the outputs of panels first .. last - 1, of rows that are prepared.
+template <class T>
+static void multiply_panels(const KvMatrix& m, int64_t first, int64_t last, const InputRows& x, const T* bias, T* y,
+                            int64_t y_stride) {
   const bool floats = !has_blocks(m.kind);
   const auto of_floats = m.kind == KV_F16   ? float_rows_of_panel<KV_F16>
                          : m.kind == KV_F32 ? float_rows_of_panel<KV_F32>
                                             : float_rows_of_panel<KV_BF16>;
-  x.prepare(!floats);
-  if (!x.data) return;
-  RowsOfPanel of_panel = rows_of_kind(m.kind);
-  int64_t panels = panels_of(m.outputs), size = panel_bytes(m.kind, m.inputs), workers = kv_threads();
-  // The panels of a task share a tile of rows from the nearest caches; there are enough tasks for all threads.
-  const bool direct = x.rows <= MAX_DIRECT_ROWS;
-  int64_t task_panels = direct ? panels / (8 * workers) : min64(panels / (2 * workers), (192 << 10) / size);
-  task_panels = max64(1, task_panels);
-  int64_t tasks = (panels + task_panels - 1) / task_panels;
-  auto task = [&](int64_t t) {
-    alignas(64) float out[ROW_TILE * PANEL];
-    int64_t first = panels * t / tasks, last = panels * (t + 1) / tasks;
-    for (int64_t tile = 0; tile < x.tiles(); tile++) {
-      int rows = x.rows_of(tile);
-      for (int64_t panel = first; panel < last; panel++) {
-        const uint8_t* at = numbers<uint8_t>(m.panels) + panel * size;
-        if (floats) of_floats(at, m.inputs, (const float*)x.data + tile * ROW_TILE * m.inputs, rows, out);
-        else of_panel(at, m.inputs, x.tile(tile), rows, out);
-        store_outputs(out, rows, bias ? bias + panel * PANEL : nullptr, min64(PANEL, m.outputs - panel * PANEL),
-                      y + tile * ROW_TILE * y_stride + panel * PANEL, y_stride);
-      }
+  const RowsOfPanel of_panel = rows_of_kind(m.kind);
+  const int64_t size = panel_bytes(m.kind, m.inputs);
+  alignas(64) float out[ROW_TILE * PANEL];
+  for (int64_t tile = 0; tile < x.tiles(); tile++) {
+    const int rows = x.rows_of(tile);
+    for (int64_t panel = first; panel < last; panel++) {
+      const uint8_t* at = numbers<uint8_t>(m.panels) + panel * size;
+      if (floats) of_floats(at, m.inputs, (const float*)x.tile(tile), rows, out);
+      else of_panel(at, m.inputs, (const InputGroup*)x.tile(tile), rows, out);
+      store_outputs(out, rows, bias ? bias + panel * PANEL : nullptr, min64(PANEL, m.outputs - panel * PANEL),
+                    y + tile * ROW_TILE * y_stride + panel * PANEL, y_stride);
     }
-  };
-  parallel_for(tasks, task);
+  }
+}
+
+// In how many tasks panels of so many bytes are multiplied. The panels of a task share a tile of rows from the nearest
+// caches; there are enough tasks for all threads.
+static int64_t product_tasks(int64_t panels, int64_t size, bool direct) {
+  const int64_t workers = kv_threads();
+  const int64_t each = max64(1, direct ? panels / (8 * workers) : min64(panels / (2 * workers), (192 << 10) / size));
+  return (panels + each - 1) / each;
+}
+
+template <class T> static void multiply(const KvMatrix& m, InputRows& x, const T* bias, T* y, int64_t y_stride) {
+  x.prepare(has_blocks(m.kind));
+  if (!x.data) return;
+  const int64_t panels = panels_of(m.outputs);
+  const int64_t tasks = product_tasks(panels, panel_bytes(m.kind, m.inputs), x.rows <= MAX_DIRECT_ROWS);
+  parallel_for(tasks, [&](int64_t t) {
+    multiply_panels(m, panels * t / tasks, panels * (t + 1) / tasks, x, bias, y, y_stride);
+  });
 }
 
 static void add_needs(const KvMatrix& m, int64_t rows, Needs& needs) {

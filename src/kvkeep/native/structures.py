@@ -129,6 +129,13 @@ class KvLayer(ctypes.Structure):
     _fields_ = _fields("KvLayer")
 
 
+class KvExperts(ctypes.Structure):
+    """The experts of a layer: their matrices and biases, and what their gates and ups become."""
+
+    __slots__ = ("kept",)
+    _fields_ = _fields("KvExperts")
+
+
 class KvDeltaNet(ctypes.Structure):
     """A gated delta net, without its projections."""
 

@@ -20,12 +20,14 @@ from kvkeep_lab import receipts
 from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
 from measuring import tool
+from mixtures import mixture
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import ModelError, UsageError
+from kvkeep.models.fused import FusedLayer
 from kvkeep.models.loading import Loaded, load
 from kvkeep.native import library
 from kvkeep.native.structures import NUMERICS_VERSION
@@ -291,6 +293,13 @@ def test_a_receipt_needs_layers_of_the_library(family: str, tmp_path: Path) -> N
     assert receipts.library_computes(model) is (family not in ("phi3", "gpt2", "qwen3_moe"))
     model.config.get_text_config().final_logit_softcapping = 30.0
     assert not receipts.library_computes(model)
+
+
+def test_a_mixture_has_no_receipt(tmp_path: Path) -> None:
+    """torch chooses its experts."""
+    model = load(saved(mixture("qwen3_moe"), tmp_path), weights="bfloat16", device="cpu").model
+    layers = [vars(layer).get("forward") for layer in model.model.layers]
+    assert all(isinstance(one, FusedLayer) for one in layers) and not receipts.library_computes(model)
 
 
 def test_updating_one_model_keeps_the_tables_of_others() -> None:

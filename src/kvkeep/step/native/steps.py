@@ -86,15 +86,15 @@ def run_layers(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-) -> Tensor:
-    """Run all layers of a decoder for the next tokens of each of several sessions; return the output of the last layer,
-    (1, tokens, hidden).
+    normed: Tensor | None = None,
+) -> None:
+    """Run some layers of a decoder, one after the other, for the next tokens of each of several sessions.
 
     layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, the
-    steps of the tokens, in order. writes: notes which of them have written. x: (1, tokens, hidden), the input of the
-    first layer. cos, sin: (tokens, dim).
+    steps of the tokens, in order. writes: notes which of them have written. x: (1, tokens, hidden), the residual
+    stream, read and written. cos, sin: (tokens, dim). normed: written where the last layer is a mixture: what enters
+    its MLP.
     """
-    x = x.clone(memory_format=torch.contiguous_format)
     tokens = [*accumulate((step.tokens for step in steps[0][:-1]), initial=0)]
     by_layer = _addresses(steps, tokens, writes)  # their shapes are the layers'
     table, counts = address_table([*chain.from_iterable(by_layer)]), count_table([*map(len, by_layer)])
@@ -108,8 +108,8 @@ def run_layers(
         cos,
         sin,
         x,
+        normed,
     )
-    return x
 
 
 def wrote(step: LayerStep, writes: Writes) -> bool:
