@@ -309,7 +309,9 @@ class Step:
             pieces=address_of(self.table), lanes=LANES, queries=1, dim=DIM, value_dim=DIM, piece_count=1,
             entries=COLUMNS, causal_offset=-1,
         )  # fmt: skip
-        self.step = KvStep(attention, self.insert, array(self.numbers("received", torch.zeros(LANES, COLUMNS))), evicts=1)
+        self.step = KvStep(
+            attention, self.insert, array(self.numbers("received", torch.zeros(LANES, COLUMNS))), evicts=1
+        )
         self.query, self.heads, self.tokens = bfloat16(1, HEADS, DIM), HEADS, 1
         self.sinks = torch.zeros(HEADS)
         self.out, self.lse = self.numbers("out", bfloat16(1, HEADS, DIM)), self.numbers("lse", torch.zeros(1, HEADS))
