@@ -110,7 +110,7 @@ import http.server, json, pathlib, sys, time
 
 class Made(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.answer({})
+        self.answer("{}")
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -118,12 +118,13 @@ class Made(http.server.BaseHTTPRequestHandler):
             file.write(json.dumps([sys.argv[1:], asked]) + "\\n")
         read, written = len(asked["prompt"]), asked["n_predict"]
         times = {"prompt_n": min(read, 30), "prompt_ms": 10.0 * read, "predicted_n": written}
-        self.answer({"timings": times | {"predicted_ms": 7.0 * (written - 1)}})
+        events = [{"content": "text"}, {"timings": times | {"predicted_ms": 7.0 * (written - 1)}}]
+        self.answer("".join(f"data: {json.dumps(one)}\\n\\n" for one in events if asked["stream"]) + "data: [DONE]")
 
     def answer(self, body):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(body.encode())
 
     def log_message(self, *said):
         pass

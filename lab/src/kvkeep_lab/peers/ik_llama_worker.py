@@ -45,14 +45,19 @@ class IkLlamaAnswerer:
         """Time one prompt and ``steps`` tokens after it. The first token comes from the prompt."""
         if len(ids) > 1:
             raise IkLlamaError("only one row is timed here")
-        body = {"prompt": ids[0], "n_predict": steps + 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+        # A stream, because the server refuses to send a whole answer that is not valid UTF-8.
+        body = {
+            "prompt": ids[0], "n_predict": steps + 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True,
+            "stream": True,
+        }  # fmt: skip
         request = urllib.request.Request(
             self._server(tuple(options)) + "/completion",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request) as answer:
-            times = json.load(answer)["timings"]
+            events = [json.loads(line.removeprefix(b"data:")) for line in answer if b'"timings"' in line]
+        times = events[-1]["timings"]
         if (times["prompt_n"], times["predicted_n"]) != (len(ids[0]), steps + 1):
             raise IkLlamaError(f"it read {times['prompt_n']} tokens and generated {times['predicted_n']}")
         return {"prefill_s": times["prompt_ms"] / 1000, "steps_s": [times["predicted_ms"] / 1000 / steps] * steps}
