@@ -83,8 +83,8 @@ static Softmax weigh(float* scores, int64_t from, int64_t to) {
   return {highest, sum(total)};
 }
 
-// Where row number `row` of all lanes lies, (lanes, groups, queries); with `token_heads`, the heads of a token, rows lie
-// token by token, (queries, heads).
+// Where row number `row` of all lanes lies, (lanes, groups, queries); with `token_heads`, the heads of a token, rows
+// lie token by token, (queries, heads).
 INLINE int64_t place_of(const KvAttention& a, int64_t token_heads, int64_t row) {
   return token_heads ? row % a.queries * token_heads + row / a.queries : row;
 }

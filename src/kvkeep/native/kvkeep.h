@@ -322,11 +322,11 @@ KvStatus kvkeep_received(const KvAttention* attention, KvArray lse, int64_t last
 /* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of the
  * widths and types of insert->keys and insert->values. */
 KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_values);
-/* Runs the attention of one layer for the next tokens of each of some sessions: inserts their entries, then attends. A
- * token's lanes may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value: (kv heads,
- * tokens, dim), or (tokens, kv heads, dim) with `by_token`. sinks: of each head, (heads) float32; or nothing. out:
- * (tokens, heads, value_dim). All others are bfloat16. lse: (tokens, heads) float32. The rows of these sessions' tokens
- * are written to out and lse, and no others. */
+/* Runs the attention of one layer for the next tokens of each of some sessions: inserts their entries, then attends.
+ * The lanes of a token may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value:
+ * (kv heads, tokens, dim), or (tokens, kv heads, dim) with `by_token`. sinks: of each head, (heads) float32; or
+ * nothing. out: (tokens, heads, value_dim). All others are bfloat16. lse: (tokens, heads) float32. The rows of these
+ * sessions' tokens are written to out and lse, and no others. */
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
                                 int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
                                 KvArray lse);
