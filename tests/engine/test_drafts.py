@@ -17,7 +17,7 @@ from scripted import END, byte_level, scripted
 
 import kvkeep
 from kvkeep import KeepCache
-from kvkeep.engine import copied_text, drafts
+from kvkeep.engine import drafts
 from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.engine.drafts import Copies, PassPrices, can_draft
 from kvkeep.engine.forms import of_regex
@@ -51,8 +51,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
     """Every row costs next to nothing, and drafts are thought to be right: many are read, and many are wrong."""
     monkeypatch.setattr(PassPrices, "of", lambda self, rows: 1 + CHEAP * rows)
     monkeypatch.setattr(drafts, "GUESSES", 1000)
-    for module in (copied_text, drafts):
-        monkeypatch.setattr(module, "GRAM", 1)
+    monkeypatch.setattr(drafts, "GRAM", 1)
 
 
 def answer(model: Any, ids: Sequence[int], kind: str, **given: Any) -> Answer:

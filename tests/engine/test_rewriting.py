@@ -7,7 +7,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.engine.copied_text import GRAM, LONGEST_CHANGE, LONGEST_MATCH, OCCURRENCES, CopiedText, Rewriting
+from kvkeep.engine.drafts import GRAM, LONGEST_CHANGE, LONGEST_MATCH, OCCURRENCES, CopiedText, Rewriting
 
 NAME, OTHER = 1000, 2000
 """The first token of a name that is changed, and of the one in its place."""
