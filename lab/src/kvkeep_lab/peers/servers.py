@@ -214,7 +214,6 @@ class VllmServer(Server):
     engine = Vllm
     usage = True
     compiled: ClassVar[bool] = False
-    options: ClassVar[Sequence[str]] = ("--no-enable-prefix-caching",)
 
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
@@ -223,7 +222,7 @@ class VllmServer(Server):
             sizes = ["--max-model-len", f"{self.tokens}", "--max-num-seqs", f"{self.sessions}"]
             line = ["--model", folder, "--served-model-name", self.model, "--port", f"{port}", "--dtype", "bfloat16"]
             eager = [] if self.compiled else ["--enforce-eager"]
-            line += ["--host", "127.0.0.1", *sizes, *eager, *self.options]
+            line += ["--host", "127.0.0.1", "--no-enable-prefix-caching", *sizes, *eager]
             variables = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             yield [interpreter, "-m", "vllm.entrypoints.openai.api_server", *line], variables
 
@@ -233,16 +232,6 @@ class CompiledVllmServer(VllmServer):
 
     name = "vllm:compiled"
     compiled = True
-
-
-class VllmForAgents(CompiledVllmServer):
-    """vLLM's server with calls of tools, and with beginnings that are reused."""
-
-    name = "vllm"
-    options: ClassVar[Sequence[str]] = (
-        "--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser",
-        "hermes",
-    )  # fmt: skip
 
 
 class TransformersServer(Server):
