@@ -157,6 +157,9 @@ class FusedLayer(WithPointers):
         fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in norms.items()}
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
             raise TypeError("a norm differs from RMSNorm")
+        heads = [one for one in (fused["query_norm"], fused["key_norm"]) if one is not None]
+        if any(one.weight.shape != (self.dim,) for one in heads):
+            raise TypeError("its queries and keys have norms of all heads")
         if self.mixture and sandwiched:
             raise TypeError("its experts have a norm behind them")
         if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
@@ -410,8 +413,8 @@ def _gate(function: Any) -> int:
 @torch.no_grad()
 def _agrees(fused: FusedLayer) -> bool:
     """Return whether a fused layer and its modules agree on random residuals: in their sums and in their attention
-    inputs. The residuals are two rows at near and far positions (some families scale queries at far ones). They are
-    small, so that bfloat16 preserves the sums."""
+    inputs, those of a mixture to the bit. The residuals are two rows at near and far positions (some families scale
+    queries at far ones). They are small, so that bfloat16 preserves the sums."""
     if not fused.unchanged():  # hooked: the comparison would run the same modules twice
         return False
     generator = torch.Generator().manual_seed(0)
@@ -436,6 +439,8 @@ def _agrees(fused: FusedLayer) -> bool:
         del ALL_ATTENTION_FUNCTIONS[trial]
     if not isinstance(wanted, Tensor) or wanted.shape != found.shape or calls[1:] != calls[:-1]:
         return False
+    if fused.mixture:  # all of its chains are those of the modules, and its experts are chosen by their bits
+        return torch.equal(wanted, found)
     added = wanted.float() - x.float()
     return bool((wanted - found).float().abs().max() <= 0.03 * added.abs().max())
 
