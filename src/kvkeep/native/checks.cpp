@@ -254,7 +254,8 @@ bool step_fits(const KvStep& step, const Tokens& shared) {
   RULE(holds(shared.key, KV_BFLOAT16, Wide(tokens) * lanes * a.dim) &&
            holds(shared.value, KV_BFLOAT16, Wide(tokens) * lanes * a.value_dim),
        "new entries must be bfloat16 of each token and lane");
-  RULE(step.evicts >= 1 && step.evicts <= a.queries, "entries must be evicted by tokens of their step");
+  RULE(!has(step.insert.evicted_keys.numbers) || (step.evicts >= 1 && step.evicts <= a.queries),
+       "entries must be evicted by tokens of their step");
   if (!bank_fits(step.insert, a.lanes, a.queries, step.evicts)) return false;
   RULE(step.insert.keys.numbers.type == KV_BFLOAT16 && step.insert.keys.width == a.dim &&
            step.insert.values.numbers.type == KV_BFLOAT16 && step.insert.values.width == a.value_dim,
