@@ -140,8 +140,8 @@ class ForwardHooks:
         return bool(self._executor.wrote(step, self.writes))
 
     def every_layer(self) -> list[list[LayerStep]]:
-        """Return the steps of each layer, in the order of the row. Return nothing if any layer or session has
-        work besides planned steps."""
+        """Return the steps of each layer, in the order of the row. Return nothing if any layer or session has work
+        besides planned steps."""
         count = len(self.geometry.layers)
         complete = all(len(session.steps) == count for session in self.sessions)
         if not complete or self._residuals or self._executor is plain or current_probe() is not None:
