@@ -28,6 +28,8 @@ from kvkeep.serve.http.kept_answers import KeptAnswer
 from kvkeep.serve.http.protocol import server_sent
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
+READY = "document.querySelector('#method').options.length > 20"
+"""The page knows the server's models and methods. Before, it sends nothing."""
 IDLE = "!document.querySelector('#send').hidden"
 ENDED = f"{IDLE} && [...document.querySelectorAll('.after')].at(-1)?.textContent.includes('tokens')"
 """The last answer is drawn to its end. The buttons change a frame earlier."""
@@ -101,7 +103,7 @@ def test_what_is_chosen_stays_and_what_is_said_can_be_changed(
     asked = _recorded(monkeypatch)
     with serving(keys=[], engine=Engine(small(), 10**8, method="h2o", budget=16)) as (address, _):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         _keeps_the_budget(tab)
         _sends_settings_and_files(tab, asked)
         _copies_edits_and_regenerates(tab, asked)
@@ -118,7 +120,7 @@ def test_reading_shows_progress_and_escape_stops(tab: Browser, monkeypatch: pyte
         monkeypatch.setattr(engine, "step", lambda wait=False: (time.sleep(0.03), step(wait))[1])
         engine.call(lambda: None).result(10)
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         send(tab, "the river and the stone " * 50)
         tab.until("/^Reading [\\d,]+ of [\\d,]+ tokens$/.test(document.querySelector('.reading')?.textContent)")
         share = "(() => { const e = document.querySelector('.reading progress'); return e && e.value / e.max })()"
@@ -134,7 +136,7 @@ def test_reading_shows_progress_and_escape_stops(tab: Browser, monkeypatch: pyte
 def test_two_tabs_share_a_conversation(tab: Browser) -> None:
     with serving(keys=[]) as (address, engine):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         first = tab.session
         assert first is not None
         second = tab.another(address)
@@ -170,12 +172,13 @@ def test_a_tab_that_has_not_seen_a_message_does_not_remove_it(tab: Browser) -> N
     """A browser's tabs see each other's changes a little later: one stores what it knew before."""
     with serving(keys=[]) as (address, engine):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         first, before = tab.session, "[]"
         assert first is not None
         second = tab.another(address)
         for text in ("the river", "and the stone"):
             tab.switch(second)
+            tab.until(READY)
             tab.run("document.querySelector('#max_tokens').value = 20")
             with held(engine):
                 send(tab, text)
@@ -195,7 +198,7 @@ def test_a_conversation_without_space_stays_in_its_tab(tab: Browser) -> None:
     fill = f"for (const size of [1e6, 1e4, 100, 1]) try {{ {more} }} catch {{}}"
     with serving(keys=[]) as (address, engine):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         tab.run("document.querySelector('#max_tokens').value = 20")
         tab.run(f"(() => {{ {fill} }})()")
         with held(engine):
@@ -215,7 +218,7 @@ def test_a_conversation_without_space_stays_in_its_tab(tab: Browser) -> None:
 def test_what_a_server_has_lost_can_be_continued(tab: Browser) -> None:
     with serving(keys=[]) as (address, engine):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         tab.run("document.querySelector('#max_tokens').value = 400")
         send(tab, "the river")
         tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
@@ -250,7 +253,7 @@ def test_a_broken_connection_is_made_again(tab: Browser, monkeypatch: pytest.Mon
     monkeypatch.setattr(KeptAnswer, "follow", breaking)
     with serving(keys=[]) as (address, _):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         tab.run("document.querySelector('#max_tokens').value = 20")
         send(tab, "the river")
         tab.until(f"{IDLE} && document.querySelector('.reuse')")
@@ -286,7 +289,7 @@ def test_reasoning_calls_and_code_are_shown_and_what_was_reused(tab: Browser, mo
     monkeypatch.setattr(completions.CompletionReply, "stream", stream)
     with serving(keys=[]) as (address, _):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         send(tab, "the river")
         tab.until("document.querySelector('.reading')?.textContent.startsWith('Reading 1,000 of 4,000 tokens')")
         gate.set()
@@ -319,7 +322,7 @@ def test_settings_of_an_answer_and_what_goes_wrong_are_in_the_words_of_the_page(
     sent = _recorded(monkeypatch)
     with serving(keys=[]) as (address, _):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         assert tab.run("document.querySelector('#method optgroup').label") == "Often chosen"
         options = tab.run("[...document.querySelector('#method').options].map((e) => [e.value, e.textContent])")
         assert all(text.startswith(name) and ": " in text and len(text) < 110 for name, text in options), options
@@ -430,7 +433,7 @@ def test_an_edit_in_the_middle_begins_another_conversation(tab: Browser, monkeyp
     asked = _recorded(monkeypatch)
     with serving(keys=[]) as (address, _):
         tab.open(address)
-        tab.until("document.querySelector('#method').options.length > 20")
+        tab.until(READY)
         tab.run("document.querySelector('#max_tokens').value = 20")
         for count, text in enumerate(("the river", "and the stone"), 1):
             send(tab, text)
@@ -498,7 +501,7 @@ def _comes_in(tab: Browser, address: str) -> None:
         tab.type(key)
         tab.press("Enter", 13, text="\r")
         tab.until(then)
-    tab.until("!document.querySelector('#key-dialog').open && document.querySelector('#method').options.length > 20")
+    tab.until(f"!document.querySelector('#key-dialog').open && {READY}")
     _everything_has_a_name(tab)
 
 
