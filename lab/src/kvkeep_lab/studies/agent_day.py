@@ -19,14 +19,16 @@ from kvkeep_lab.agent_day.playing import DayPlayer
 from kvkeep_lab.agent_day.prefixes import Prefixes
 from kvkeep_lab.agent_day.records import DayRecords, PlayedDay
 from kvkeep_lab.partial import keeping
-from kvkeep_lab.peers.servers import IkLlamaServer, KvkeepForAgents, LlamaServer, Server
+from kvkeep_lab.peers.engines import Vllm
+from kvkeep_lab.peers.servers import IkLlamaServer, KvkeepForAgents, LlamaServer, Server, VllmForAgents
 from kvkeep_lab.provenance import machine, version
 from kvkeep_lab.studies.base import Study, Trial, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent
 
 SLOTS = 4
-"""Conversations that llama.cpp's servers keep ready: a main one, two subagents and a title."""
-SERVERS = (KvkeepForAgents.name, LlamaServer.name, IkLlamaServer.name)
+"""Conversations that other servers keep ready: a main one, two subagents and a title."""
+OTHERS: dict[str, type[Server]] = {one.name: one for one in (LlamaServer, IkLlamaServer, VllmForAgents)}
+SERVERS = (KvkeepForAgents.name, *OTHERS)
 
 
 def _known(name: str) -> str:
@@ -61,7 +63,7 @@ class AgentDay(Study):
         [KvkeepForAgents.name],
         min_length=1,
         description=f"servers to measure, one after another: {', '.join(SERVERS)}. ${LlamaServer.program} and "
-        f"${IkLlamaServer.program} are the paths of the last two",
+        f"${IkLlamaServer.program} are the paths of two, ${Vllm.python} that of an interpreter with the last",
     )
     start: int = Field(20_000, ge=200, description="tokens of the main agent's instructions and tools")
     requests: int = Field(100, ge=MIN_REQUESTS, description="number of requests")
@@ -99,15 +101,12 @@ class AgentDay(Study):
         """Play the day against one server; return what was measured, which includes earlier runs."""
         folder = Path(self.records).expanduser().absolute()
         store = folder / "store"
-        server: Server
-        match name:
-            case KvkeepForAgents.name:
-                server = KvkeepForAgents(trial.loaded, day.tokens, SLOTS, store)
-            case LlamaServer.name:
-                server = LlamaServer(trial.loaded, day.tokens, SLOTS)
-            case _:
-                server = IkLlamaServer(trial.loaded, day.tokens, SLOTS)
-        keeps = isinstance(server, KvkeepForAgents)
+        keeps = name == KvkeepForAgents.name
+        server = (
+            KvkeepForAgents(trial.loaded, day.tokens, SLOTS, store)
+            if keeps
+            else OTHERS[name](trial.loaded, day.tokens, SLOTS)
+        )
         path = folder / f"{name}.jsonl"
         if self.fresh:
             path.unlink(missing_ok=True)
