@@ -294,6 +294,7 @@ def ring_rows(needed: int, capacity: int, block: int = BLOCK) -> int:
 
 
 def concatenated(rows: Rows | JoinedRows, start: int, stop: int) -> Tensor:
-    """Return the rows ``start``..``stop`` of any store as one tensor, a view if they are contiguous."""
+    """Return the rows ``start``..``stop`` of any store as one tensor, a view if they are contiguous. Rows of several
+    devices are returned on that of the first ones."""
     pieces = [piece for _, piece in rows.read(start, stop)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
+    return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(pieces[0].device) for piece in pieces], dim=-2)

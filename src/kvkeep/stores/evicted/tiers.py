@@ -262,18 +262,18 @@ class Tiers(Groups):
         places = [torch.zeros(1, 1, GROUP, dtype=dtype) for dtype in (torch.int32, torch.float32)]
         like = Tiers(0, extent.key_dim, extent.value_dim, self.width, self.meter)
         like._begin([*(part[:, 0] for part in (keys, values)), *(part[0].expand(extent.lanes, -1) for part in places)])
+        like._normalise([torch.zeros(1, 1, extent.value_dim), torch.ones(1, 1, extent.value_dim)])
         fits_each("waiting", self.waiting, like.waiting, (extent.lanes,))
         fits_each("bounds", self.bounds, like.bounds, (extent.lanes,))
         extent.numbered("slots", self.waiting[2], (extent.lanes, None))
         channels = self.tiers[0].channels
         if not channels and not any(tier.groups for tier in self.tiers):
             return
-        fits_each("channels", channels, [torch.zeros(1, 1, extent.value_dim)] * 2, (extent.lanes,))
-        for tier in self.tiers:
+        fits_each("channels", channels, like.tiers[0].channels, (extent.lanes,))
+        for tier, form in zip(self.tiers, like.tiers, strict=True):
             if tier.parts:
-                fits_each(
-                    "tiers", tier.parts, [*tier.encode(keys, values, places[0]), *places], (extent.lanes, tier.groups)
-                )
+                parts = [*form.encode(keys, values, places[0]), *places]
+                fits_each("tiers", tier.parts, parts, (extent.lanes, tier.groups))
                 extent.numbered("slots", tier.parts[-2], (extent.lanes, None, GROUP))
 
     @property
