@@ -79,9 +79,9 @@ def _computed_by(cache: KeepCache) -> tuple[object, ...]:
     processor, in any chunks and with every exact method."""
     if cache.stream.exact:
         return ("kernels", NUMERICS_VERSION)
-    device, request = cache.made.device.type, cache.request
-    processor = torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name()
-    return (torch.__version__, device, processor, request.method.name, str(request.budget), request.options())
+    device, request = cache.made.device, cache.request
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return (torch.__version__, device.type, processor, request.method.name, str(request.budget), request.options())
 
 
 # -- rows -------------------------------------------------------------------------------------------------

@@ -108,17 +108,17 @@ class ForwardHooks:
         self._open, found = True, []
         for session in self.sessions:
             positions_of_session = session.positions(ids.device)
-            moved = self._attempt(session, self._begin, session, ids[:, session.span], positions_of_session)
+            moved = self._attempt(session, self._begin, session, ids[:, session.span])
             found.append(positions_of_session if moved is None else moved.expand(1, -1))
         self._tokens = ids.shape[1]
         self._plan([one for one in self.sessions if one.span.stop - one.span.start <= MAX_PLANNED])
         return torch.cat(found, 1)
 
-    def _begin(self, session: SessionPass, ids: Tensor, positions: Tensor) -> Tensor | None:
+    def _begin(self, session: SessionPass, ids: Tensor) -> Tensor | None:
         session.stream.owner.take()
         session.stream.record.expect_more(session.cut)
         session.stream.admit(ids.shape[1])
-        return session.stream.begin_forward(ids, None, positions, None)
+        return session.stream.begin_forward(ids, None, None, None)
 
     def _plan(self, sessions: Sequence[SessionPass]) -> None:
         """Plan the steps of ``sessions``, which have few tokens each."""

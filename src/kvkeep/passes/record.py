@@ -16,8 +16,8 @@ class TextRecord:
     """The text of one cache."""
 
     def __init__(self) -> None:
-        self.plain = True
-        """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+        self._plain = True
+        self._unread: Tensor | None = None  # of passes whose positions or mask lie on a device: reading waits for it
         self.text: tuple[int, list[int]] | None = None
         """The length of the text that was read, and a digest of each row; None if not known."""
         self.continues = False
@@ -40,11 +40,22 @@ class TextRecord:
 
     def begin_with(self, plain: bool) -> None:
         """Note that the cache was given the entries of a text. plain: whether its token ids alone give it."""
-        self.plain = plain
+        self._plain, self._unread = plain, None
 
-    def note_pass(self, plain: bool) -> None:
-        """Note a pass. plain: whether its token ids alone give its part of the text."""
-        self.plain = self.plain and plain
+    @property
+    def plain(self) -> bool:
+        """Whether the text is given by its token ids alone: entries of an exact cache depend on nothing else."""
+        if self._unread is not None:
+            self._plain, self._unread = self._plain and bool(self._unread), None
+        return self._plain
+
+    def note_pass(self, plain: bool | Tensor) -> None:
+        """Note a pass. plain: whether its token ids alone give its part of the text; a tensor is not read before
+        :attr:`plain` is."""
+        if isinstance(plain, Tensor):
+            self._unread = plain if self._unread is None else self._unread & plain
+        else:
+            self._plain = self._plain and plain
 
     def note_text(self, text: tuple[int, list[int]] | None) -> None:
         """Set :attr:`text`."""

@@ -201,22 +201,19 @@ class CacheStream:
             positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
         return self.positions.begin(positions, self._known)
 
-    def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool:
+    def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool | Tensor:
         """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
-        positions are the next ones."""
+        positions are the next ones. On a device the result is a tensor, because comparing would wait."""
         given = [one for one in (positions, mask) if one is not None]
         if ids is None or any(not isinstance(one, Tensor) or one.ndim != 2 for one in given):
             return False
-        if any(one.device.type != "cpu" for one in given):  # comparing would wait for the device
-            return False
-        if mask is not None and not bool(mask.all()):
-            return False
-        if positions is None:
-            return True
-        start, count = self.length, positions.shape[1]
-        if positions.numel() == 1:
-            return int(positions) == start
-        return bool((positions == torch.arange(start, start + count)).all())
+        same: bool | Tensor = True
+        if mask is not None:
+            same = mask.all()
+        if positions is not None:
+            start, count = self.length, positions.shape[1]
+            same = same & (positions == torch.arange(start, start + count, device=positions.device)).all()
+        return bool(same) if isinstance(same, Tensor) and same.device.type == "cpu" else same
 
     def _note_padding(self, mask: Any) -> None:
         """Find the padding in a pass's ``mask``."""
