@@ -34,7 +34,7 @@ import kvkeep
 aten = torch.ops.aten
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 SOURCES = str(Path(kvkeep.__file__).parent)
-READS = {"_local_scalar_dense", "is_nonzero", "equal"}
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 """Operators whose result is a number of Python."""
 SIZED_BY_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 """Operators whose result has a shape that depends on numbers."""
@@ -196,7 +196,7 @@ class PretendedGpu:
         plain = {key: _mapped(_inner, value) for key, value in options.items() if key not in ("device", "pin_memory")}
         if asked is not None:
             plain["device"] = HOST
-        result = _KERNELS.get(func, func)(*_mapped(_inner, args), **plain)
+        result = KERNELS.get(func, func)(*_mapped(_inner, args), **plain)
         if options.get("pin_memory") or name == "_pin_memory":
             self._pin(result)
         if not target:
@@ -409,8 +409,31 @@ def _histc(values: Tensor, bins: int = 100, *ends: Any, **options: Any) -> Tenso
     return torch.histc(values.float(), bins, *ends, **options).to(values.dtype)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, *, scale: float
+) -> tuple[Any, ...]:
+    """torch's flash kernel, with its requirements: sums in float32, weights and results in the dtype of the values."""
+    heads, dim, shared = query.shape[1], query.shape[3], key.shape[1]
+    if query.dtype not in (torch.bfloat16, torch.float16) or {key.dtype, value.dtype} != {query.dtype}:
+        raise Refused("the flash kernel takes bfloat16 or float16")
+    if dim % 8 or dim > 256 or {key.shape[3], value.shape[3]} != {dim} or heads % shared:
+        raise Refused("the flash kernel takes equal heads of 8, 16, ... 256 numbers")
+    if any(one.stride(3) != 1 or one.data_ptr() % 16 for one in (query, key, value)):
+        raise Refused("the flash kernel reads rows in units of 16 bytes")
+    key, value = (one.repeat_interleave(heads // shared, 1) for one in (key, value))
+    scores = query.float() @ key.float().transpose(2, 3) * scale
+    if causal:
+        scores += torch.full_like(scores, float("-inf")).triu(1)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().to(value.dtype)
+    nothing = lse.new_empty(0)
+    output = (weights.float() @ value.float()).to(value.dtype)
+    return output, lse, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
     aten.histc.default: _histc,
+    aten._scaled_dot_product_flash_attention.default: _flash,
     aten._pin_memory.default: lambda tensor, device=None: tensor.clone(),
     aten.bmm.dtype: lambda a, b, out: torch.bmm(a.to(out), b.to(out)),
     aten.baddbmm.dtype: lambda c, a, b, out, **options: torch.baddbmm(c, a.to(out), b.to(out), **options),

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.errors import BadCall
 from kvkeep.step.checks import check, check_lanes
 from kvkeep.step.plan import Coded, LayerStep, Segment, Writes
+from kvkeep.step.products import flash, operand, product
 
 MAX_CODED_QUERIES = 8
 """The maximum number of queries for which codes are multiplied directly; for more, decoding the codes first is cheaper.
@@ -156,25 +157,29 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
             output, lse = _folded(query, key, value, mask, scaling)
             return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
         key, value = key.dense(query.dtype)[:, None], value.dense(query.dtype)[:, None]
-    groups = heads // key.shape[1]
     causal = segment.causal and queries > 1
-    if causal:
+    if mask is None and (found := flash(query, key, value, causal, scaling)) is not None:
+        return found
+    groups, by_kernel = heads // key.shape[1], query.device.type == "cpu" and key.shape[-1] == value.shape[-1]
+    if causal and by_kernel:
         # The kernel's causal flag applies per head, so keys are repeated instead of stacking queries.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     else:
         # Queries of one KV head are stacked as rows, so that shared keys are read once, in place.
         query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
+        if causal:
+            mask = torch.ones(1, 1, queries, queries, dtype=torch.bool, device=query.device).tril()
         if mask is not None and mask.shape[1] > 1:  # one mask per head
             mask = mask.reshape(batch, key.shape[1], groups * queries, -1)
         elif mask is not None and mask.shape[-2] > 1:
             mask = mask.repeat(1, 1, groups, 1)
-    if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
+    if by_kernel:
         bias = mask if mask is None or mask.dtype != torch.bool else _bias(mask, query.dtype)
         output, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
         if mask is not None:  # the kernel reports 0 for a row without visible entries
             lse = lse.masked_fill(_blind(mask), float("-inf"))
     else:
-        output, lse = _plain(query, key, value, mask, causal, scaling)
+        output, lse = _by_products(query, key, value, mask, scaling)
     return output.reshape(batch, heads, queries, -1).float(), lse.reshape(batch, heads, queries)
 
 
@@ -189,20 +194,17 @@ def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scalin
     return value.mix(torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)), lse
 
 
-def _plain(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of :func:`partial` by plain tensor operations, for devices and shapes without a kernel that
-    reports lse."""
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scaling
-    if causal:
-        rows, columns = scores.shape[-2:]
-        mask = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
+    """Return the result of :func:`partial` by two products, for devices and shapes without a kernel that reports lse.
+    query: (batch, kv_heads, rows, dim)."""
+    scores = product(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).mul_(scaling).view(*query.shape[:3], -1)
     if mask is not None:
-        scores = scores + (_bias(mask, scores.dtype) if mask.dtype == torch.bool else mask)
+        scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
     lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)
-    return torch.matmul(weights.to(value.dtype), value), lse
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_().nan_to_num_(0.0).to(value.dtype)
+    return product(weights.flatten(0, 1), value.flatten(0, 1)).view(*query.shape[:3], -1), lse
 
 
 # -- the attention that entries receive ----------------------------------------------------------------
@@ -232,7 +234,7 @@ def _scores(query: Tensor, segment: Segment, scaling: float) -> Tensor:
     batch, heads, _, dim = query.shape
     if isinstance(segment.key, Tensor):
         key = segment.key.flatten(0, 1)
-        scores = torch.bmm(query.reshape(len(key), -1, dim), key.transpose(1, 2)).float()
+        scores = product(query.reshape(len(key), -1, dim), key.transpose(1, 2))
     else:
         scores = segment.key.scores(query.squeeze(2))
     scores = scores.mul_(scaling).view(batch, heads, 1, -1)
@@ -244,13 +246,13 @@ def _scores(query: Tensor, segment: Segment, scaling: float) -> Tensor:
 
 
 def _mixed(weights: Tensor, segment: Segment) -> Tensor:
-    """Return values mixed by ``weights`` (batch, heads, 1, entries): (batch, heads, 1, value_dim)."""
+    """Return values mixed by ``weights`` (batch, heads, 1, entries): (batch, heads, 1, value_dim) float32."""
     batch, heads = weights.shape[:2]
     if not isinstance(segment.value, Tensor):
         return segment.value.mix(weights.squeeze(2)).unsqueeze(2)
     value = segment.value.flatten(0, 1)
     flat = weights.reshape(len(value), batch * heads // len(value), weights.shape[-1]).to(value.dtype)
-    return torch.bmm(flat, value).view(batch, heads, 1, -1)
+    return product(flat, value).view(batch, heads, 1, -1)
 
 
 def received(
@@ -264,14 +266,14 @@ def received(
     if segment.mask is not None:  # a query without visible entries has no weights
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     dense = segment.key.flatten(0, 1) if isinstance(segment.key, Tensor) else segment.key.dense(torch.float32)
-    keys = dense.float().transpose(-1, -2)
+    keys = operand(dense).transpose(-1, -2)
     greatest = reduce == "max"
     total: Tensor | None = None
     for low in range(max(0, queries - last) if last is not None else 0, queries, BLOCK):
         high = min(low + BLOCK, queries)
-        block = query[:, :, low:high].reshape(batch * groups, -1, query.shape[-1]).float()
-        bias = lse[:, :, low:high].reshape(batch * groups, -1, 1).neg()
-        scores = torch.baddbmm(bias, block, keys, alpha=scaling)
+        block = query[:, :, low:high].reshape(batch * groups, -1, query.shape[-1]).to(keys.dtype)
+        bias = lse[:, :, low:high].reshape(batch * groups, -1, 1)
+        scores = product(block, keys).mul_(scaling).sub_(bias)
         if segment.causal or segment.mask is not None:
             scores = _masked(scores.view(batch, heads, high - low, -1), segment, low, high)
         weights = scores.exp_()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvkeep.attention.portable import scattered
 from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.step.products import product
 
 ROWS = 3
 """The rows of a sketch, as in KVReviver."""
@@ -114,12 +115,12 @@ class Estimates:
 
     def scores(self, query: Tensor) -> Tensor:
         query = query.to(self.cells.dtype)
-        return torch.cat([query @ page.transpose(1, 2) for _, page in self._pages()], 2).float()
+        return torch.cat([product(query, page.transpose(1, 2)) for _, page in self._pages()], 2)
 
     def mix(self, weights: Tensor) -> Tensor:
         mixed = weights.new_zeros(*weights.shape[:2], self.cells.shape[2])
         for start, page in self._pages():
-            mixed += weights[:, :, start : start + page.shape[1]].to(page.dtype) @ page
+            mixed += product(weights[:, :, start : start + page.shape[1]].to(page.dtype), page)
         return mixed
 
     def dense(self, dtype: torch.dtype) -> Tensor:
