@@ -94,6 +94,9 @@ class GpuTensor(Tensor):
     def is_pinned(self, *device: Any) -> bool:
         return False
 
+    def record_stream(self, stream: Any) -> None:  # memory is not used again here
+        pass
+
     def data_ptr(self) -> int:  # an identity: the native library refuses tensors of a device
         return self.inner.data_ptr()
 
