@@ -131,7 +131,7 @@ def memory(made: Assembly) -> Memory:
     bookkeeping = ledger.padding_bytes + sum(one.bookkeeping_bytes for one in holdings)
     bookkeeping += 0 if made.positions is None else made.positions.nbytes
     if made.checkpoint is not None:
-        places[made.checkpoint.home.name] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
+        places |= made.checkpoint.allocated()
     # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
     rebuilds = made.checkpoint is not None and made.checkpoint.reads_ids
     if ledger.home is None:  # elsewhere they take no memory

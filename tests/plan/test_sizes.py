@@ -138,7 +138,9 @@ def test_more_tokens_and_more_entries_never_take_less(label: str) -> None:
 
 
 def test_on_an_accelerator_what_is_moved_takes_room() -> None:
-    direct = CACHES["kv-direct kv@host"]
-    here, away = (direct.sizes("llama", 2000, 160, shared=shared) for shared in (True, False))
-    assert here.workspace == 0 < away.workspace
+    for where in ("disk", "host"):  # from the host, buffers that the budget counts
+        direct = CACHES[f"kv-direct kv@{where}"]
+        here, away = (direct.sizes("llama", 2000, 160, shared=shared) for shared in (True, False))
+        assert here.workspace + here.device == 0 < away.workspace + away.device
+    assert away.resident + away.device <= here.resident
     assert here.memory(shared=True) > here.resident + here.host > away.memory(shared=False)

@@ -29,6 +29,10 @@ class Checkpoint(ABC):
     """A recall computes nothing; at most it copies data."""
     replays: bool
     """The checkpoint runs layers again, with the model's masks."""
+    staged = 0
+    """Entries of each layer's budget that copies on the device take."""
+    block = 1
+    """How many entries of a lane leave the device together, if they are evicted in order."""
 
     @property
     def reads_ids(self) -> bool:
@@ -104,6 +108,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield every store of rows with a name, for counting, saving and moving."""
+
+    def allocated(self) -> dict[str, int]:
+        """Return the bytes allocated, by place."""
+        return {self.home.name: sum(rows.nbytes for _, rows in self.stores())}
 
     def expect(self, names: set[str]) -> None:
         """Create the stores called ``names``, which a file is about to fill."""

@@ -11,10 +11,18 @@ from typing import Any
 from kvkeep.budget import DEFAULT_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.pages import pages_of, recent_pages_of
+from kvkeep.memory.pinned import pinned_bytes
 from kvkeep.memory.rows import BLOCK, ring_rows, up
 from kvkeep.policies.methods import PAGE
 from kvkeep.policies.registry import Everything, Method
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
+from kvkeep.stores.checkpoints.staged import (
+    BUFFERS,
+    buffer_elements,
+    evicted_together,
+    staged_entries,
+    stages,
+)
 from kvkeep.stores.readers.backed import VOTERS
 from kvkeep.stores.recurrent import NOTES
 from kvkeep.stores.resident.banks import bank_columns
@@ -96,11 +104,17 @@ def sizes(
     first = prompt % chunk  # the remainder of the prompt is the first chunk
     arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]
     size = Sizes(tokens, budget, budget, 0, fixed, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry))
+    spec = spec or CheckpointSpec("kv", "host")
+    staged = method.checkpoints and not shared and stages(spec, method.recall.endless)
     if method.selector.in_order:
-        evicted = _evicted(arriving, budget)
+        ring, block = budget, 1
+        if staged:
+            ring = budget - staged_entries(budget, geometry, PAGE)
+            block = evicted_together(ring)
+        evicted = _evicted(arriving, ring, block)
         shapes = Counter(replace(layer, index=0, source=0) for layer in geometry.full_layers)
         evictions = [(layer, count, evicted) for layer, count in shapes.items()]
-        rows = ring_rows(min(tokens, budget), budget)
+        rows = ring_rows(min(tokens, ring), ring)
         readers = [(method.recall.holds(layer, geometry, tokens, sum(evicted)), count) for layer, count, _ in evictions]
         size = replace(
             size,
@@ -113,7 +127,9 @@ def sizes(
         size, evictions = _selected(size, geometry, method, arriving, model)
     if not method.checkpoints:
         return size
-    return _checkpointed(size, geometry, method, spec or CheckpointSpec("kv", "host"), arriving, evictions, shared)
+    if staged:
+        return _staged(size, geometry, method, arriving, evictions)
+    return _checkpointed(size, geometry, method, spec, arriving, evictions, shared)
 
 
 def _selected(
@@ -170,6 +186,26 @@ def _pages(method: Method, capacity: int | None, counts: list[int]) -> list[int]
     return [ring_rows(sum(counts), capacity)]
 
 
+def _staged(
+    size: Sizes, geometry: ModelGeometry, method: Method, arriving: list[int], evictions: list[Evictions]
+) -> Sizes:
+    """Return the size with a checkpoint in pinned memory, and its buffers on the device."""
+    backed = method.recall.backed
+    host = sum(
+        count * pinned_bytes(arriving if backed else counts, layer.entry_elements * geometry.dtype_bytes)
+        for layer, count, counts in evictions
+    )
+    assert size.budget is not None
+    first, staged = geometry.full_layers[0], 0 if backed else staged_entries(size.budget, geometry, PAGE)
+    buffers = BUFFERS * first.kv_heads * buffer_elements(geometry, staged, PAGE)[first.index] * geometry.dtype_bytes
+    return replace(
+        size,
+        evicted=size.tokens if backed else size.evicted,
+        host=size.host + host,
+        device=size.device + (buffers if host else 0),
+    )
+
+
 def _checkpointed(
     size: Sizes,
     geometry: ModelGeometry,
@@ -214,9 +250,10 @@ def _by_head(budgets: Sequence[int], layer: LayerGeometry) -> tuple[int, ...]:
     return (*budgets,) * (layer.kv_heads if len(budgets) == 1 else 1)
 
 
-def _evicted(arriving: list[int], budget: int) -> list[int]:
-    """Return the number of entries that each pass evicts. arriving: new entries in each pass."""
-    over = [max(0, count - budget) for count in accumulate(arriving, initial=0)]
+def _evicted(arriving: list[int], budget: int, block: int = 1) -> list[int]:
+    """Return the number of entries that each pass evicts. arriving: new entries in each pass. block: how many entries
+    are evicted together."""
+    over = [up(max(0, count - budget), block) for count in accumulate(arriving, initial=0)]
     return [after - before for before, after in pairwise(over)]
 
 

@@ -27,6 +27,7 @@ from kvkeep.step.native import supports_dims
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
+from kvkeep.stores.checkpoints.staged import StagedCheckpoint, stages
 from kvkeep.stores.dynamic import SlidingLayer, holding_of
 from kvkeep.stores.in_order import InOrder, Newest
 from kvkeep.stores.layer import Layer
@@ -230,6 +231,9 @@ class _Builder:
         home = place(spec.where, self.device, spec.folder)
         if spec.kind == "kv":
             endless = self.method.recall.endless
+            if self.device.type == "cuda" and stages(spec, endless):
+                entries = self.entries if self.method.selector.in_order else 0
+                return StagedCheckpoint(home, self.device, self.geometry, spec, entries, self.request.page)
             return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page, endless)
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:

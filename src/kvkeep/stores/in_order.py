@@ -13,7 +13,7 @@ from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, ShapeError, within
 from kvkeep.memory.places import Device
-from kvkeep.memory.rows import JoinedRows, Ring, Rows, concatenated
+from kvkeep.memory.rows import JoinedRows, Ring, Rows, concatenated, up
 from kvkeep.step.plan import Destination, LayerStep, Span, StoreShare
 
 
@@ -97,9 +97,9 @@ class Newest(Resident):
     order."""
 
     def __init__(self, site: Site, store: InOrder) -> None:
-        home = Device(site.device)
-        self.store = store
-        self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
+        home, capacity = Device(site.device), site.entries - store.checkpoint.staged
+        self.store, self._block = store, store.checkpoint.block
+        self._keys, self._values = Ring(capacity, home), Ring(capacity, home)
 
     @property
     def rows(self) -> tuple[Ring, Ring]:
@@ -172,9 +172,10 @@ class Newest(Resident):
         return Beginning.of(blocks, joined, length)
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> EvictedEntries | None:
-        """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced."""
+        """Keep new entries (lanes, n, dim). The store takes the oldest beyond the budget before they are replaced, in
+        whole blocks."""
         stop = first + keys.shape[1]
-        kept = max(self.evicted, stop - self._keys.capacity)
+        kept = max(self.evicted, up(stop - self._keys.capacity, self._block))
         span = (self.evicted, min(kept, first))
         for (slot, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
             self._give(slot, key, value)
