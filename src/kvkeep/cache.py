@@ -42,7 +42,7 @@ class KeepCache(RecurrentCache):
         budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share (``"25%"``) of
             ``context`` tokens.
         checkpoint: form in which evicted entries are stored: "kv", "tokens", "residual" or "residual:STRIDE"; by
-            default the smaller of kv and residual.
+            default the smaller of kv and residual; on a GPU kv.
         where: "device", "host" or "disk"; by default disk for a model on the CPU, and host for a model on an
             accelerator.
         capacity: maximum number of entries in a checkpoint of kind "kv".

@@ -90,7 +90,7 @@ Checkpoint = Annotated[
         "-c",
         metavar="KIND",
         help="Kind of checkpoint for evicted entries: kv, residual, residual:STRIDE, tokens.",
-        show_default="the smaller of kv and residual",
+        show_default="the smaller of kv and residual; on a GPU kv",
         rich_help_panel=CACHE,
     ),
 ]

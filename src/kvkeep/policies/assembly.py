@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from kvkeep.policies.methods import Request
 from kvkeep.policies.registry import Method
 from kvkeep.step.native import supports_dims
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
+from kvkeep.stores.checkpoints.prices import price_of_residuals
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.checkpoints.staged import StagedCheckpoint, stages
@@ -235,6 +237,8 @@ class _Builder:
                 entries = self.entries if self.method.selector.in_order else 0
                 return StagedCheckpoint(home, self.device, self.geometry, spec, entries, self.request.page)
             return EntryCheckpoint(home, self.device, full, spec, self.meter, self.request.page, endless)
+        if self.device.type == "cuda" and (price := price_of_residuals(spec, self.geometry)) is not None:
+            warnings.warn(price, stacklevel=2)
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
             adapter.require("advance", full, f"checkpoint kind '{spec}'")

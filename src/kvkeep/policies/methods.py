@@ -148,14 +148,15 @@ class Request:
 
     def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
         """Return the kind and place of the checkpoint: by default the smaller of kv and residual, outside the model's
-        memory."""
+        memory; on a GPU kv, whose copies are hidden behind the work of a step."""
         kind = self.checkpoint
         if self.method.reading is not None:
             kind = kind or "kv"
         if kind is None:
             vectors, entries = geometry.residual_checkpoint_bytes_per_token(), geometry.full_bytes_per_token
             hybrid = any(layer.recurrent for layer in geometry.full_layers)  # rebuilding would run the recurrence, too
-            kind = "residual" if vectors < entries and not hybrid and self.capacity is None else "kv"
+            smaller = vectors < entries and not hybrid and self.capacity is None
+            kind = "residual" if smaller and device != "cuda" else "kv"
         where = self.where or ("disk" if device == "cpu" else "host")
         return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
 

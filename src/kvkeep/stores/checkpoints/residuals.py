@@ -6,6 +6,7 @@ entries and residuals; KV-Direct's Eq. 28 omits that.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from kvkeep.memory.pages import PagedRows
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Rows
 from kvkeep.models.adapter import Adapter
+from kvkeep.stores.checkpoints.prices import LONG, price_of_replay
 from kvkeep.stores.checkpoints.replay import Replay
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
@@ -47,7 +49,8 @@ class ResidualCheckpoint(Checkpoint):
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
         self.replays = self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
-        self.spec = spec
+        self.spec, self.geometry = spec, geometry
+        self._unpriced = True
         self._windows = [layer.window for layer in geometry.layers]
         self._rows: dict[int, Rows] = {layer: PagedRows(home) for layer in self.anchors if layer > 0}
         self._replay: Replay | None = None
@@ -63,6 +66,10 @@ class ResidualCheckpoint(Checkpoint):
         """Drop the residuals rebuilt for the last pass. Layer 0's residuals follow from the ids in the ledger. From the
         first token that comes as an embedding, the checkpoint keeps them as vectors, earlier ones included."""
         self._drop()
+        if self.replays and known > LONG and self._unpriced and self.ledger.device.type == "cuda":
+            self._unpriced = False
+            weights = sum(one.numel() for layer in self.adapter.layers for one in layer.parameters())
+            warnings.warn(price_of_replay(self.spec, self.geometry, weights, known), stacklevel=2)
         if from_ids or 0 in self._rows or 0 not in self.anchors:
             return
         self._rows[0] = rows = PagedRows(self.home)
