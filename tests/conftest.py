@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import accelerator  # noqa: F401 - before anything imports triton
 import pytest
 import torch
 from cases import TURN

@@ -170,7 +170,7 @@ def test_without_the_kernel_a_later_chunk_sees_the_past_and_no_padding(
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=width, n_layer=2, n_head=3, n_positions=64, bos_token_id=1)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     if refuses == "the kernel":
-        monkeypatch.setattr("kvkeep.passes.stream.native.attend_all", lambda *given: None)
+        monkeypatch.setattr("kvkeep.step.native.attend_all", lambda *given: None)
     ids, mask = torch.randint(1, VOCABULARY, (2, 30)), torch.ones(2, 30, dtype=torch.long)
     ids[0, :7] = mask[0, :7] = 0
     places = (mask.cumsum(1) - 1).clamp(min=0)

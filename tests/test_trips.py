@@ -28,8 +28,8 @@ DATA = ("contracts/", "memory/", "attention/inputs.py", "step/plan.py", "stores/
 """Types of data, what parts promise, and rows of tensors."""
 MODULES = ("step/sinks.py",)
 """Each attention module is asked whether it has sinks."""
-LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
-"""The library is called, whatever it does."""
+LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
+"""The library is chosen and called, whatever it does."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
 """The model computes, and is asked once what it can do."""
 CHECKS = ("models/chunks.py", "models/same_text.py", "passes/pass_owner.py", "step/checks.py")

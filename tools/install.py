@@ -16,9 +16,10 @@ import venv
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
+TRITON = "triton==3.7.1; sys_platform == 'linux'"  # that of this torch for a GPU; 198 MB, so no extra but gpu has it
 USED = ("--editable", ".[serve,gguf]")
 CONNECTORS = ("--editable", "connectors/cluster", "--editable", "connectors/vllm")
-TESTED = ("--editable", ".[dev]", "--editable", "lab[harness]", *CONNECTORS)
+TESTED = ("--editable", ".[dev]", "--editable", "lab[harness]", *CONNECTORS, TRITON)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LIBRARY = Path(__file__).parents[1] / "src" / "kvkeep" / "native" / "libkvkeep.so"
 WITHOUT = (

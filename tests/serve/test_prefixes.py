@@ -170,7 +170,7 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
 
 def test_blocks_are_copied_where_no_kernel_attends_to_them_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each step of a session would copy all that it holds."""
-    monkeypatch.setattr("kvkeep.policies.assembly.library", lambda: None)
+    monkeypatch.setattr("kvkeep.step.native.entries.library", lambda: None)
     engine = Engine(Loaded(copy.deepcopy(tiny("llama")).bfloat16(), tokenizer(), "tiny", "tiny"), PLENTY)
     for number in range(2):
         client = Client(engine, [*text(300, 0), number], NEW, owner="me", method="full")

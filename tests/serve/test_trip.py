@@ -23,7 +23,7 @@ CACHE = ("cache.py", "geometry.py", "policies/", "plan/sizes.py", "report.py", "
 """A cache is composed, as in the first trip, and says what it holds."""
 DATA = ("contracts/", "memory/", "step/plan.py", "passes/record.py", "engine/token_spelling.py")
 """Types of data, rows of tensors, and tables."""
-LIBRARY = ("native/", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
+LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
 """The library is called, whatever it does."""
 CHECKS = ("passes/pass_owner.py", "step/checks.py")
 """A thread and a step are checked."""

@@ -77,7 +77,7 @@ def test_plain_attention_to_pieces_sees_all_entries(model: torch.nn.Module, monk
     """As it attends where queries are of a type that the kernel does not read."""
     caches = pair(model, text := ids())
     expected = model(text[:, READ:], cache=caches[0]).logits
-    monkeypatch.setattr("kvkeep.passes.stream.native.attend_all", lambda *given: None)
+    monkeypatch.setattr("kvkeep.step.native.attend_all", lambda *given: None)
     found = model(text[:, READ:], cache=caches[1]).logits
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 

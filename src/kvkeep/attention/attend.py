@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.step import native
+from kvkeep.step import choice, native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import Segment
 
@@ -38,16 +38,18 @@ def attend(
 
     sinks: the model's, of each head of a row, (heads,) float32 (:func:`~kvkeep.step.sinks.sinks_of`). origin: (batch,)
     ints, the first entry of each row that is not padding. It is given where the segments are all entries in the order
-    of the text. The native library (:mod:`kvkeep.step.native`) then computes the same bits for any padding, chunk and
-    segments. before: output and log-sum-exp of entries already attended; neither is written.
+    of the text. Kernels (:func:`~kvkeep.step.choice.kernels_of`) then compute the same bits for any padding and
+    segments; the native library also for any chunk. before: output and log-sum-exp of entries already attended;
+    neither is written.
     """
     output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1].clone())
-    run = native.CollectedAttention(query, scaling, origin, sinks)
+    kernels = choice.kernels_of(query.device)
+    run = kernels.CollectedAttention(query, scaling, origin, sinks)
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue
-        if native.can_join(query, segment):
-            run.add(*native.in_order(segment), segment.causal, segment.formed)
+        if kernels.can_join(query, segment):
+            run.add(*kernels.in_order(segment), segment.causal, segment.formed)
             continue
         rows = segment.lanes
         part, part_lse = plain.partial(query if rows is None else query[rows], segment, scaling)

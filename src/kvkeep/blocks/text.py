@@ -75,11 +75,11 @@ def belongs_to_sessions(key: str) -> bool:
 
 
 def _computed_by(cache: KeepCache) -> tuple[object, ...]:
-    """Return what the bits of entries depend on besides model and text. The kernels compute the same bits on every
-    processor, in any chunks and with every exact method."""
-    if cache.stream.exact:
-        return ("kernels", NUMERICS_VERSION)
+    """Return what the bits of entries depend on besides model and text. The native library computes the same bits on
+    every processor, in any chunks and with every exact method."""
     device, request = cache.made.device, cache.request
+    if cache.stream.exact and device.type == "cpu":
+        return ("kernels", NUMERICS_VERSION)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return (torch.__version__, device.type, processor, request.method.name, str(request.budget), request.options())
 

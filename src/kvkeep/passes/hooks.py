@@ -21,7 +21,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.models.forward import current_probe
 from kvkeep.passes.stream import MAX_PLANNED, CacheStream
-from kvkeep.step import native
+from kvkeep.step import choice, native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import LayerStep, Writes
 from kvkeep.step.sinks import attend_with_sinks, sinks_of
@@ -133,7 +133,8 @@ class ForwardHooks:
                     tokens.append(first)
         self._residuals = [one for one in self.sessions if one.error is None and one.stream.wants_residuals]
         exact = all(session.stream.exact for session in self.sessions if session.steps)
-        self._executor, self.writes = native if exact else plain, Writes()
+        device = self.sessions[0].stream.device
+        self._executor, self.writes = choice.kernels_of(device) if exact else plain, Writes()
 
     def wrote(self, step: LayerStep) -> bool:
         """Return whether a planned step of the last pass has written its entry."""
@@ -144,7 +145,7 @@ class ForwardHooks:
         besides planned steps."""
         count = len(self.geometry.layers)
         complete = all(len(session.steps) == count for session in self.sessions)
-        if not complete or self._residuals or self._executor is plain or current_probe() is not None:
+        if not complete or self._residuals or self._executor is not native or current_probe() is not None:
             return []
         return [self._planned[index][0] for index in range(count)]
 
@@ -184,7 +185,9 @@ class ForwardHooks:
         """Return attention (batch, heads, queries, value_dim); None: transformers computes it."""
         layer, row = self.geometry.layers[int(module.layer_idx)], None  # type: ignore[arg-type]
         if layer.index in self._planned:
-            run: Callable[..., Tensor] = native.run if self._executor is native else outside_inference_mode(plain.run)
+            run: Callable[..., Tensor] = self._executor.run
+            if self._executor is not native:  # which writes to memory, not to tensors
+                run = outside_inference_mode(run)
             row = run(*self._planned[layer.index], query, key, value, scaling, sinks_of(module), self.writes)
             if self.plans(layer.index):
                 return row.transpose(1, 2)

@@ -31,7 +31,7 @@ from kvkeep.passes.record import TextRecord
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
-from kvkeep.step import native
+from kvkeep.step import choice
 from kvkeep.step.plan import LayerStep
 from kvkeep.step.sinks import sinks_of
 from kvkeep.stores.layer import Layer
@@ -336,7 +336,7 @@ class CacheStream:
         pieces = layer.pieces() if self.attends_to_pieces(source) else [(key, value)]
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
         sinks = sinks_of(module)
-        output = native.attend_all(query, pieces, mask, scaling, start, self.first, sinks)
+        output = choice.kernels_of(query.device).attend_all(query, pieces, mask, scaling, start, self.first, sinks)
         if output is not None or mask is not None or not self.masks_itself:
             return output
         if self.attends_to_pieces(source):  # queries of another type

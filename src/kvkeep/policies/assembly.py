@@ -21,10 +21,9 @@ from kvkeep.memory.places import place
 from kvkeep.models.adapter import devices, processes
 from kvkeep.models.binding import bind, watch
 from kvkeep.models.recurrences import layers_in_order
-from kvkeep.native.library import library
 from kvkeep.policies.methods import Request
 from kvkeep.policies.registry import Method
-from kvkeep.step.native import supports_dims
+from kvkeep.step import choice
 from kvkeep.stores.checkpoints.entries import EntryCheckpoint
 from kvkeep.stores.checkpoints.prices import price_of_residuals
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
@@ -48,7 +47,7 @@ class Assembly:
     meter: Meter
     device: torch.device
     exact: bool
-    """The kernel computes attention, with bits that depend on the entries alone."""
+    """Kernels compute attention, with bits that depend on the entries alone."""
     entries: int | None = None
     """The effective budget of each full layer."""
     chunk: int = 0
@@ -173,11 +172,12 @@ def _bounded(
 
 
 def _exact(model: Any, geometry: ModelGeometry) -> bool:
-    """Let the kernel attend for ``model`` where it can: bfloat16 on a CPU with kernels, heads of supported widths, and
-    attention that can be replaced. Return whether it does. Otherwise the cache only observes forward passes."""
+    """Let kernels attend for ``model`` where they can: they read entries of its type, heads have supported widths, and
+    attention can be replaced. Return whether they do. Otherwise the cache only observes forward passes."""
     weight = next(model.parameters())
-    fast = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and library() is not None
-    if fast and all(supports_dims(layer.key_dim, layer.value_dim) for layer in geometry.layers):
+    kernels = choice.kernels_of(weight.device)
+    shapes = ((layer.key_dim, layer.value_dim) for layer in geometry.layers)
+    if kernels.attends(weight.dtype, weight.device) and all(kernels.supports_dims(*shape) for shape in shapes):
         try:
             bind(model)
             return True

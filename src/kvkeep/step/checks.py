@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadCall
-from kvkeep.step.plan import Destination, LayerStep
+from kvkeep.step.plan import Destination, LayerStep, Span
 
 _BESIDE = (torch.int32, torch.float32, torch.float32, torch.int32)
 """The types of what lies beside entries, in the order of :class:`Destination`."""
@@ -40,14 +40,13 @@ def check(step: LayerStep) -> StepShape:
         raise BadCall("a new entry must take a column of its bank")
     if evict is not None:
         check_beside(evict, bank.lanes, append)
-    for keys, values, start, stop in step.attend:
+    for span in step.attend:
+        keys, values = span[:2]
         check_pair(keys, values)
-        check_span(start, stop, min(keys.shape[-2], values.shape[-2]))
+        check_entries(span, min(keys.shape[-2], values.shape[-2]))
         lanes = keys.shape[-3 if isinstance(keys, Tensor) else 0]
         if (lanes, keys.shape[-1], values.shape[-1]) != (bank.lanes, *bank.widths):
             raise BadCall("a span must have the lanes of its step, and be as wide as new entries")
-        if not isinstance(keys, Tensor) and stop - start != keys.shape[-2]:
-            raise BadCall("a coded span must have all of its entries")
     check_token(step, bank, step.entries)
     if any(part is not None and part.dtype != torch.float32 for part in (step.new_scores, step.received)):
         raise BadCall("new scores and received attention must be float32")
@@ -141,6 +140,13 @@ def check_pair(keys: Any, values: Any) -> None:
         isinstance(keys, Tensor) and min(keys.dim(), values.dim()) < 3
     ):
         raise BadCall("keys and values must both be (lanes, rows, width), or both be coded")
+
+
+def check_entries(span: Span, rows: int) -> None:
+    """Check that a span of a step lies within its rows, and has all of them if they are coded."""
+    check_span(span.start, span.stop, rows)
+    if not isinstance(span.keys, Tensor) and span.entries != rows:
+        raise BadCall("a coded span must have all of its entries")
 
 
 def check_span(start: int, stop: int, rows: int) -> None:

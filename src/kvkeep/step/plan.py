@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import is_
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -94,9 +95,9 @@ class JoinedSpans:
         """The values of the spans."""
         return JoinedSpans(self.spans, "values")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int, int]:
-        """(lanes, 1, entries, dim)."""
+        """(lanes, 1, entries, dim)."""  # of hundreds of pages, asked for in each step
         lanes, _, dim = getattr(self.spans[0], self._name).shape[-3:]
         return lanes, 1, sum(span.entries for span in self.spans), dim
 

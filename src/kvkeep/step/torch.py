@@ -29,7 +29,7 @@ def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     bank = check(step)
     if (keys.shape, values.shape) != tuple((bank.lanes, width) for width in bank.widths):
         raise BadCall("new entries must have the width of a bank's rows, one for each lane")
-    _write(step, keys[:, None], values[:, None], Writes())
+    write(step, keys[:, None], values[:, None], Writes())
 
 
 def wrote(step: LayerStep, writes: Writes) -> bool:
@@ -37,7 +37,7 @@ def wrote(step: LayerStep, writes: Writes) -> bool:
     return all(id(part) in writes.steps for part in step.parts)
 
 
-def _write(step: LayerStep, keys: Tensor, values: Tensor, writes: Writes) -> None:
+def write(step: LayerStep, keys: Tensor, values: Tensor, writes: Writes) -> None:
     """Write the new entries of each lane, keys and values (lanes, tokens, dim)."""
     append, evict, ranks = step.append, step.evict, step.ranks
     own_keys, own_values = append.keys.flatten(0, -3), append.values.flatten(0, -3)
@@ -93,7 +93,7 @@ def run(
     for step, token in ((part, token) for one, token in zip(steps, tokens, strict=True) for part in one.parts):
         lanes_here = slice(step.first_lane, step.first_lane + step.append.keys.shape[-3])
         here = slice(token, token + step.tokens)
-        _write(step, key[0, lanes_here, here], value[0, lanes_here, here], writes)
+        write(step, key[0, lanes_here, here], value[0, lanes_here, here], writes)
         grouped = query[0, :, here].unflatten(0, (key.shape[1], -1))[lanes_here]
         segments = step.segments()
         own_sinks = None if sinks is None else sinks.unflatten(0, (key.shape[1], -1))[lanes_here].flatten()

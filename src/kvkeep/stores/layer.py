@@ -27,7 +27,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.inference import outside_inference_mode, writable
-from kvkeep.step import native
+from kvkeep.step import choice, native
 from kvkeep.step.plan import LayerStep
 
 
@@ -311,7 +311,7 @@ class ReadEvicted(Reader):
     def _attended(self, layer: Layer, step: AttentionInputs, settled: bool) -> Tensor:
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
         masked = wide is not None or layer.ledger.visible is not None
-        ordered = masked or native.can_attend(step.query, step.key, step.value)
+        ordered = masked or choice.kernels_of(step.query.device).can_attend(step.query, step.key, step.value)
         resident_segments = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)

@@ -5,19 +5,21 @@ So a query's result has the same bits in any batch, and wherever the entries lie
 """
 
 from kvkeep.step.native.calls import Call, CollectedAttention, attend_all, in_order, received, scored
-from kvkeep.step.native.entries import can_attend, can_join, can_read, spans_of, supports_dims
+from kvkeep.step.native.entries import attends, can_attend, can_join, can_read, joinable, spans_of, supports_dims
 from kvkeep.step.native.steps import can_insert, insert, run, run_layers, wrote
 
 __all__ = [
     "Call",
     "CollectedAttention",
     "attend_all",
+    "attends",
     "can_attend",
     "can_insert",
     "can_join",
     "can_read",
     "in_order",
     "insert",
+    "joinable",
     "received",
     "run",
     "run_layers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,11 @@ class Call:
             scaling,
         )
 
+    @staticmethod
+    def reads(query: Tensor, keys: Any, values: Any) -> bool:
+        """Return whether the library attends with these tensors."""
+        return can_attend(query, keys, values)
+
     def attend(
         self, dtype: torch.dtype = torch.bfloat16, state: Tensor | None = None, resumes: bool = False, last: bool = True
     ) -> tuple[Tensor, Tensor] | None:
@@ -100,6 +105,9 @@ class CollectedAttention:
     that each lane sees, (lanes,) ints, counted from the first piece; blocks are counted from it. sinks: of each head of
     a row, (heads,) float32.
     """
+
+    call_type: ClassVar[Any] = Call
+    """What attends. Another executor has its own."""
 
     def __init__(
         self, query: Tensor, scaling: float, origin: Tensor | None = None, sinks: Tensor | None = None
@@ -153,7 +161,7 @@ class CollectedAttention:
         others."""
         return self._call(True).received(lse, last, greatest)
 
-    def _call(self, last: bool, stop: Tensor | None = None) -> Call:
+    def _call(self, last: bool, stop: Tensor | None = None) -> Any:
         entries, spans, newest = sum(count for count, _ in self._masks), self._spans, 0
         if last and self._newest is not None:
             newest, spans = self._newest.entries, [*spans, self._newest]
@@ -165,7 +173,7 @@ class CollectedAttention:
         if self._start or self._origin is not None:
             shift = self._start - (self._origin if self._origin is not None else torch.zeros(1, dtype=torch.int64))
             shift = shift.expand(len(self.query))
-        return Call(self.query, spans, self.scaling, past, self._skipped, stop, shift, mask, self.sinks)
+        return self.call_type(self.query, spans, self.scaling, past, self._skipped, stop, shift, mask, self.sinks)
 
     def _nothing(self) -> Span:
         assert self._state is not None
@@ -179,14 +187,14 @@ class CollectedAttention:
         queries = self.query.shape[2]
         lanes = max(len(mask) for _, mask in self._masks if mask is not None)
         rows = queries if newest or any(mask is not None and mask.shape[1] > 1 for _, mask in self._masks) else 1
-        seen = torch.ones(lanes, rows, entries + newest, dtype=torch.bool)
+        seen = self.query.new_ones(lanes, rows, entries + newest, dtype=torch.bool)
         start = 0
         for count, mask in self._masks:
             if mask is not None:
                 seen[..., start : start + count] = mask
             start += count
         if newest:
-            seen[..., entries:] = torch.ones(queries, newest, dtype=torch.bool).tril()
+            seen[..., entries:] = seen.new_ones(queries, newest).tril()
         return seen
 
     def _attend_blocks(self) -> None:
@@ -264,6 +272,7 @@ def attend_all(
     start: int,
     first: Tensor | None,
     sinks: Tensor | None = None,
+    call: Any = Call,
 ) -> Tensor | None:
     """Return attention over all entries of a layer at once, (batch, heads, queries, value_dim); None where the kernel
     does not run.
@@ -271,9 +280,9 @@ def attend_all(
     query: (batch, heads, queries, dim). pieces: keys and values in order, (batch, kv_heads, n, dim) each, of the slots
     of the text from ``start`` on; the last ones are the queries' slots. mask: bool, (batch or 1, 1, queries, entries);
     None: causal. first: the first slot of each row that is not padding, (batch,); None without padding. sinks: of each
-    head, (heads,) float32.
+    head, (heads,) float32. call: what attends.
     """
-    if not all(can_attend(query, *piece) for piece in pieces) or (
+    if not all(call.reads(query, *piece) for piece in pieces) or (
         mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)
     ):
         return None
@@ -290,9 +299,10 @@ def attend_all(
         shift = (start - origin).repeat_interleave(kv_heads)
         seen = (-shift).clamp(min=0) if mask is None else None
     past = entries - queries if mask is None else None
-    done = Call(grouped, spans, scaling, past, seen, None, shift, mask, sinks).attend()
+    done = call(grouped, spans, scaling, past, seen, None, shift, mask, sinks).attend(query.dtype)
     assert done is not None
-    return done[0].view(batch, heads, queries, -1)
+    output: Tensor = done[0]
+    return output.view(batch, heads, queries, -1)
 
 
 def _layout(key: Any) -> str:

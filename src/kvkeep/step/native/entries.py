@@ -33,12 +33,15 @@ from kvkeep.step.checks import check_pair, check_span
 from kvkeep.step.plan import JoinedSpans, Segment, Span
 
 
+def attends(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the library attends with such tensors: it is loaded, and they are bfloat16 on the CPU."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and library() is not None
+
+
 def can_attend(query: Tensor, keys: Any, values: Any) -> bool:
     """Return whether the library attends with these tensors: it is loaded, and they are bfloat16 on the CPU, in heads
     of even width."""
-    if query.dtype != torch.bfloat16 or query.device.type != "cpu":
-        return False
-    return can_read(keys, values)
+    return attends(query.dtype, query.device) and can_read(keys, values)
 
 
 def can_read(keys: Any, values: Any) -> bool:
@@ -56,10 +59,14 @@ def supports_dims(key_dim: int, value_dim: int) -> bool:
 
 def can_join(query: Tensor, segment: Segment) -> bool:
     """Return whether the library attends to a segment together with others."""
+    return joinable(query, segment) and can_attend(query, segment.key, segment.value)
+
+
+def joinable(query: Tensor, segment: Segment) -> bool:
+    """Return whether a segment has the shape of those that are collected: one KV head, of all lanes."""
     mask, lanes = segment.mask, segment.lanes
     return (
-        can_attend(query, segment.key, segment.value)
-        and segment.key.shape[1] == 1
+        segment.key.shape[1] == 1
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and (lanes is None or (len(lanes) == len(query) and isinstance(segment.key, Tensor)))
     )
