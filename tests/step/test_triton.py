@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvkeep import KeepCache
 from kvkeep.attention import attend
+from kvkeep.native.structures import BLOCK_ENTRIES
 from kvkeep.step import choice, native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import Destination, FullPages, JoinedSpans, LayerStep, Segment, Span
@@ -261,12 +262,11 @@ def test_sessions_of_a_launch_change_no_bit() -> None:
     texts = [Text(entries, tokens, dtype=torch.bfloat16, seed=entries) for entries, tokens in SESSIONS]
     spans = [paged(text.keys, text.values, 128, 5 if text.tokens < 5 else 0) for text in texts]
     alone = [text.attended(own) for text, own in zip(texts, spans, strict=True)]
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-        row = [torch.cat([texts[at].given[part] for at in order], 2) for part in range(3)]
-        starts = [sum(texts[at].tokens for at in order[:number]) for number in range(len(order))]
-        run = [planned(spans[at], texts[at].tokens) for at in order]
-        together = kernels.run(run, starts, *row, 0.3)
-        assert torch.equal(together, torch.cat([alone[at] for at in order], 1))
+    order = 3, 1, 0, 2
+    row = [torch.cat([texts[at].given[part] for at in order], 2) for part in range(3)]
+    starts = [sum(texts[at].tokens for at in order[:number]) for number in range(len(order))]
+    together = kernels.run([planned(spans[at], texts[at].tokens) for at in order], starts, *row, 0.3)
+    assert torch.equal(together, torch.cat([alone[at] for at in order], 1))
 
 
 SESSIONS = ((700, 1), (20, 3), (513, 1), (90, 16))
@@ -294,7 +294,7 @@ def test_lanes_with_other_numbers_of_entries_are_parts_of_a_step() -> None:
     assert torch.equal(found[:, :, 2:], short.attended(other._replace(first_lane=0).attend))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("chosen")
 def test_full_and_kv_direct_have_the_same_bits(dtype: torch.dtype) -> None:
@@ -316,11 +316,11 @@ def test_full_and_kv_direct_have_the_same_bits(dtype: torch.dtype) -> None:
     with torch.no_grad():
         wanted = model(ids[:, :530]).logits[:, [255, 511, 529]].float()
     assert (whole[:, :3].float() - wanted).abs().max() <= 10 * ERRORS[dtype] * wanted.abs().max()
-    for budget in (40, 256, 535):
+    for budget in (40, 256):
         assert torch.equal(read("kv-direct", budget), whole), budget
 
 
-@pytest.mark.turns(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3", "deepseek_v3"])
 @pytest.mark.usefixtures("kernels_chosen")
 def test_a_model_reads_as_with_transformers(family: str) -> None:
@@ -405,12 +405,10 @@ def test_a_layer_takes_three_launches_and_one_copy_for_any_number_of_sessions(
     launched = Counter[str]()
 
     def watched(name: str) -> Any:
-        kernel = getattr(compiled, name)
-
         class Watched:
             def __getitem__(self, grid: Any) -> Any:
                 launched[name] += 1
-                return kernel[grid]
+                return lambda *given, **options: None
 
         return Watched()
 
@@ -475,5 +473,5 @@ def test_as_many_tokens_as_are_planned_are_read_in_blocks() -> None:
     from kvkeep.passes.stream import MAX_PLANNED
 
     assert steps.MAX_FEW == MAX_PLANNED
-    assert compiled.BLOCK_ENTRIES == native.BLOCK_ENTRIES
+    assert compiled.BLOCK_ENTRIES == BLOCK_ENTRIES
     assert compiled.BLOCK_ENTRIES % compiled.TILE_ENTRIES == 0
