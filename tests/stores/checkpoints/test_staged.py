@@ -126,6 +126,16 @@ def test_checkpoints_that_hold_every_entry(model: Any, method: str) -> None:
     assert torch.equal(found, expected)
 
 
+def test_a_second_reading_takes_entries_out_of_the_buffers(model: Any) -> None:
+    logits = []
+    for where in ("device", "host"):
+        cache = cache_of(model, 60, "kvzip:sinks=2+checkpoint:kv", where=where)
+        read(model, cache, 0, [60, 60, 40])
+        cache.compress()
+        logits.append(read(model, cache, 160, [1, 1]))
+    assert torch.equal(*logits)
+
+
 CHANGES: dict[str, Callable[[Any, KeepCache], KeepCache]] = {
     "crop in the ring": lambda model, cache: cut(cache, 10),
     "crop in a block": lambda model, cache: cut(cache, 75),
