@@ -91,17 +91,16 @@ class PinnedRows:
                 place.copy_(picked[row - start : row - start + len(place)])
             start += len(picked)
 
-    def pick(self, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of single rows, keys and values (n, dim), in host memory. lane, slot: (n,)."""
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return copies of single rows, (n, width), in host memory. lane, slot: (n,)."""
         self.wait()
-        lane, slot, start = lane.cpu(), slot.cpu(), 0
+        (lane, slot), start = torch.stack([lane, slot]).cpu(), 0
         found = torch.empty(len(slot), self.width, dtype=self.pages[0].dtype)
         for page in self.pages:
             here = ((slot >= start) & (slot < start + len(page))).nonzero().squeeze(1)
             found[here] = page[slot[here] - start, lane[here]]
             start += len(page)
-        keys, values = found.split([self.keys.width, self.values.width], 1)
-        return keys, values
+        return found
 
 
 class _Columns(Rows):

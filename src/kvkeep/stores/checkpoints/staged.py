@@ -60,8 +60,9 @@ class StagedCheckpoint(Checkpoint):
             yield Piece(keys[:, None], values[:, None], first=start, formed=True)
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._rows[layer].pick(lane, slot)
-        return keys.to(self.device), values.to(self.device)
+        rows = self._rows[layer]
+        keys, values = rows.pick(lane, slot).to(self.device).split([rows.keys.width, rows.values.width], 1)
+        return keys, values
 
     def length(self, layer: int) -> int:
         return self._rows[layer].length
