@@ -15,9 +15,9 @@ LONG = 8192
 
 def price_of_residuals(spec: CheckpointSpec, geometry: ModelGeometry) -> str | None:
     """Return what residuals of each layer cost more than keys and values, in a sentence; None where they are
-    smaller."""
+    not larger."""
     vectors, entries = geometry.residual_checkpoint_bytes_per_token(spec.stride), geometry.full_bytes_per_token
-    if spec.kind != "residual" or vectors < entries:
+    if spec.kind != "residual" or vectors <= entries:
         return None
     return (
         f"Residuals of this model take {vectors / entries:.1f} times the bytes of its keys and values, and a step on a "
