@@ -395,10 +395,9 @@ class _Event:
         return 1000 * (end.time - self.time)
 
 
-_CUDA: dict[str, Any] = {
+_CUDA: dict[str, Any] = {  # but not is_initialized: there is no driver for kernels of a GPU, so none are chosen
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
-    "is_initialized": lambda: True,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "get_device_name": lambda device=None: "a pretended GPU",
