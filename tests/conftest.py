@@ -19,6 +19,7 @@ import pytest
 import torch
 from cases import TURN
 from families import tiny
+from hypothesis import HealthCheck, settings
 
 from kvkeep import plugins
 from kvkeep.cli.lazy import GROUP
@@ -31,6 +32,8 @@ WORDS = (  # noqa: SIM905
 ).split()
 
 
+settings.register_profile("busy machine", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 _FOLDERS = itertools.count()
 SHARE = 12
 PARTS_OF_SUITE = {
