@@ -1,8 +1,8 @@
 """Keys and values in pinned host memory, which a GPU copies while it computes.
 
 torch rounds the bytes of a pinned tensor up to a power of two. So a page here has a power of two of bytes, and as many
-rows as fit: less than a row is unused. (Pages that are registered with CUDA by hand could have any size, but nobody
-would know when the last copy from a page has ended. torch's allocator knows it, and keeps a freed page until then.)
+rows as fit: less than a row is unused. (Pages that are registered with CUDA by hand could have any size. But torch's
+allocator knows when the last copy from a page has ended, and keeps a freed page until then.)
 """
 
 from __future__ import annotations

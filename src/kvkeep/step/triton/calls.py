@@ -21,7 +21,7 @@ MAX_FEW = 16
 """The maximum number of queries whose blocks of entries are read at the same time. As many tokens are planned at most.
 """
 FEW_ROWS, MANY_ROWS = 16, 32
-"""Rows of a tile of queries: as many as registers hold with heads of 128 numbers."""
+"""Rows of a tile of queries: the most whose numbers fit in registers with heads of 128 numbers."""
 ATTENDS = {"num_warps": 8, "enable_fp_fusion": False}
 COPIES = {"num_warps": 1, "enable_fp_fusion": False}
 """How kernels are compiled: those that read tiles of entries, and those that read a row at a time."""

@@ -226,8 +226,8 @@ def stages(spec: CheckpointSpec, endless: bool) -> bool:
 
 
 def staged_entries(entries: int, geometry: ModelGeometry, page: int) -> int:
-    """Return how many ``entries`` of each layer's budget the buffers on the device take: an eighth, or as many as
-    buffers of ``page`` entries of one layer need, but at most half."""
+    """Return how many ``entries`` of each layer's budget the buffers on the device take: an eighth, or more if buffers
+    of ``page`` entries of one layer need more, but at most half."""
     smallest, largest = (-(-BUFFERS * rows // max(len(geometry.full_layers), 1)) for rows in (page, LONGEST))
     return min(max(entries // SHARE, smallest), largest, entries // 2)
 
