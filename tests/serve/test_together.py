@@ -14,7 +14,7 @@ from families import tiny
 from helpers import prompt
 from torch import Tensor
 
-from kvkeep import KeepCache
+from kvkeep import KeepCache, transfer
 from kvkeep.engine.batch import Read, forward
 from kvkeep.errors import OutOfMemory
 from kvkeep.models.fused import FusedLayers
@@ -22,7 +22,9 @@ from kvkeep.models.loading import load
 from kvkeep.models.packed import row_independent
 from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.selectors.kvzip import KVzip
+from kvkeep.step import native
 from kvkeep.step.native import steps
+from kvkeep.stores.dynamic import DynamicLayer
 
 pytestmark = pytest.mark.usefixtures("kernels")
 METHODS: list[tuple[str, int | None, dict[str, str]]] = [
@@ -31,9 +33,9 @@ METHODS: list[tuple[str, int | None, dict[str, str]]] = [
 ]  # fmt: skip
 
 
-def loaded(family: str, folder: Path, bits: bool = True) -> Any:
+def loaded(family: str, folder: Path, bits: bool = True, **given: Any) -> Any:
     """A model whose products have the same bits for any number of rows, where ``bits`` are compared."""
-    tiny(family).save_pretrained(folder)
+    tiny(family, **given).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     model = load(folder, weights="bfloat16", device="cpu").model
     if bits and not row_independent(model):
@@ -66,12 +68,17 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each layer's steps were of."""
     calls: list[int] = []
 
-    def counted(layers: Any, *given: Any) -> Any:
-        calls.extend(map(len, layers))
-        return table(layers, *given)
+    def all_layers(counts: list[int]) -> Any:
+        calls.extend(counts)
+        return table(counts)
 
-    table = steps._addresses
-    monkeypatch.setattr(steps, "_addresses", counted)
+    def one_layer(of_layer: Any, *given: Any) -> Any:
+        calls.append(len(of_layer))
+        return run(of_layer, *given)
+
+    table, run = steps.count_table, native.run
+    monkeypatch.setattr(steps, "count_table", all_layers)
+    monkeypatch.setattr(native, "run", one_layer)
     return calls
 
 
@@ -126,6 +133,37 @@ def test_tokens_that_are_read_together_and_taken_back_go_through_all_layers_in_o
         if taken:
             cache.crop(-taken), other.crop(-taken)
     assert len(passes) - before > 0.6 * reads  # others need a page, or go past the end of the ring
+
+
+@torch.no_grad()
+def test_steps_that_evict_nothing_are_planned_once_for_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are moved write and read what new ones would, also between passes of other kinds, after a crop, and
+    once another cache has taken the beginning."""
+    model, random, planned = loaded("llama", tmp_path, positions=2048), Random(3), 0
+    real, text = DynamicLayer.plan, prompt(1, 800, 2)
+
+    def counted(self: DynamicLayer, count: int = 1) -> Any:
+        nonlocal planned
+        planned += 1
+        return real(self, count)
+
+    cache, other = KeepCache(model), KeepCache(model)
+    for one in (cache, other):
+        model(input_ids=text[:, :500], cache=one)
+    monkeypatch.setattr(DynamicLayer, "plan", counted)
+    for token in text[0, 500:540].tolist():
+        assert torch.equal(in_one_call(model, cache, [token]), alone(model, other, [token]))
+    assert planned == 3 * len(cache.layers)  # the first, one that finds the page full, and the first of the next page
+    while (start := cache.get_seq_length()) < 790:
+        ids = text[0, start : start + random.choice([1, 1, 1, 1, 2, 3, 20])].tolist()
+        with patch.object(FusedLayers, "can_run", lambda self, planned: random.random() < 0.7):
+            assert torch.equal(in_one_call(model, cache, ids), alone(model, other, ids)), start
+        if random.random() < 0.1:
+            taken = random.randint(1, 5)
+            cache.crop(-taken), other.crop(-taken)
+        if random.random() < 0.05:
+            both = [transfer.begun(one, cache.get_seq_length()) for one in (cache, other)]
+            assert torch.equal(alone(model, both[0], [7]), alone(model, both[1], [7]))
 
 
 @pytest.mark.turns(2)

@@ -34,7 +34,7 @@ from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
 from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, KvMatrix, address_of, array
 from kvkeep.step.native import run_layers
-from kvkeep.step.plan import LayerStep, Writes
+from kvkeep.step.plan import Planned, Writes
 from kvkeep.step.sinks import sinks_of
 
 _GATES: dict[int, Callable[[Tensor], Tensor]] = {
@@ -230,9 +230,14 @@ class FusedLayer(WithPointers):
             given: dict[str, Any] = {"attention_mask": attention_mask, "cache": cache}
             given |= {"position_embeddings": position_embeddings} | kwargs
             return self.plain(hidden_states, *args, **given)
-        if self.all is not None and hooks is not None and (steps := hooks.every_layer()) and self.all.can_run(steps):
+        if (
+            self.all is not None
+            and hooks is not None
+            and (planned := hooks.every_layer())
+            and self.all.can_run(planned)
+        ):
             hooks.ran_all = True
-            return self.all(hidden_states, position_embeddings, steps, hooks.writes)
+            return self.all(hidden_states, position_embeddings, planned, hooks.writes)
         query, key, value, residual = self._enter(hidden_states, position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.attention.layer_idx)
@@ -290,10 +295,11 @@ class FusedLayers(WithPointers):
         plain = all(sinks_of(one.attention) is None for one in layers)
         return cls(layers, modules) if len(shapes) == 1 and ordered and plain else None
 
-    def can_run(self, steps: Sequence[Any]) -> bool:
-        """Return whether ``steps`` has one list for each of these layers, and no layer is hooked or changed. A cache's
+    def can_run(self, planned: Planned) -> bool:
+        """Return whether steps are planned for each of these layers, and no layer is hooked or changed. A cache's
         hook on the input of a layer does not count."""
-        if len(steps) != len(self.layers) or any(self._hooks) or max(map(len, self._hooks_before)) > 1:
+        layers = {len(steps.planned.by_layer) for steps, _ in planned}
+        if layers != {len(self.layers)} or any(self._hooks) or max(map(len, self._hooks_before)) > 1:
             return False
         return [one.forward for one in self._modules._modules.values()] == self.layers and self._unchanged()
 
@@ -310,16 +316,14 @@ class FusedLayers(WithPointers):
             for first, last in pairwise([0, *ends])
         ]
 
-    def __call__(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]], writes: Writes
-    ) -> Tensor:
-        """Return the output of the last layer. x: (1, tokens, hidden). steps: by layer, those of the tokens, in order.
-        writes: notes which of them have written."""
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], planned: Planned, writes: Writes) -> Tensor:
+        """Return the output of the last layer. x: (1, tokens, hidden). planned: the steps of the tokens. writes: notes
+        which of them have written."""
         x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].dim)
         for layers, scaling, part in self.tables:
             last = self.layers[part][-1]
             normed = torch.empty_like(x) if last.mixture else None
-            run_layers(layers, scaling, steps[part], writes, x, *turns, normed)
+            run_layers(layers, scaling, part, planned, writes, x, *turns, normed)
             if normed is not None:
                 x += last.mixed(normed)
         return x

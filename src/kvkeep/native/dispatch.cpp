@@ -194,6 +194,21 @@ KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_val
              [&](auto& kernels) { return kernels.insert(insert, new_keys, new_values); });
 }
 
+void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_t token, int64_t number) {
+  for (int64_t i = 0; i < count; i++) {
+    KvStep& step = *steps[i];
+    KvAttention& a = step.attention;
+    const int64_t rows = slot - step.insert.new_slot;
+    step.insert.column += rows;
+    step.insert.new_slot += rows;
+    a.entries += rows;
+    a.pieces[a.piece_count - 1].entries += rows;
+    if (a.queries > 1) a.causal_offset += rows;
+    step.token = token;
+    step.number = number;
+  }
+}
+
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
                                 int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
                                 KvArray lse) {

@@ -182,7 +182,7 @@ typedef struct KvPiece { /* entries in one place; lane l of the query reads lane
 
 typedef struct KvAttention { /* queries, and what they attend to */
   KvArray query;             /* (lanes, groups, queries, dim) bfloat16 */
-  const KvPiece* pieces;     /* (piece_count), in the order of the text; grouped ones before all others */
+  KvPiece* pieces;           /* (piece_count), in the order of the text; grouped ones before all others */
   KvArray first;             /* (lanes) int32: the first entry that is seen; nothing: 0 */
   KvArray stop;              /* (lanes) int32: the entry behind the last that is seen; nothing: all are seen */
   KvArray shift;             /* (lanes) int32: added to an entry's number to give its place in the blocks; nothing: 0;
@@ -322,6 +322,10 @@ KvStatus kvkeep_received(const KvAttention* attention, KvArray lse, int64_t last
 /* Writes a new entry into each lane, and copies the one that it evicts. new_keys, new_values: (lanes) rows of the
  * widths and types of insert->keys and insert->values. */
 KvStatus kvkeep_insert(const KvInsert* insert, KvArray new_keys, KvArray new_values);
+/* Moves steps of a session that evict nothing to other tokens, the first of which has this slot: entries take columns
+ * that many further on or back as slots, the last pieces end there, and so does what queries see. Sets what differs in
+ * each call, too: the first token's row, and the number of the pass. */
+void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_t token, int64_t number);
 /* Runs the attention of one layer for the next tokens of each of some sessions: inserts their entries, then attends.
  * The lanes of a token may be divided between several of the `count` steps. query: (tokens, heads, dim). key, value:
  * (kv heads, tokens, dim), or (tokens, kv heads, dim) with `by_token`. sinks: of each head, (heads) float32; or

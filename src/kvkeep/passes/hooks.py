@@ -23,7 +23,7 @@ from kvkeep.models.forward import current_probe
 from kvkeep.passes.stream import MAX_PLANNED, CacheStream
 from kvkeep.step import choice, native
 from kvkeep.step import torch as plain
-from kvkeep.step.plan import LayerStep, Writes
+from kvkeep.step.plan import NO_STEPS, LayerStep, MovedSteps, Planned, Writes
 from kvkeep.step.sinks import attend_with_sinks, sinks_of
 
 T = TypeVar("T")
@@ -43,8 +43,8 @@ class SessionPass:
     """More of the same text follows."""
     error: Exception | None = None
     """The exception that ended its part in this pass."""
-    steps: dict[int, LayerStep] = field(default_factory=dict)
-    """By layer, the planned step of its tokens."""
+    steps: MovedSteps = NO_STEPS
+    """The planned steps of its tokens."""
     entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer, the keys and values that attention reads."""
 
@@ -67,7 +67,8 @@ class ForwardHooks:
         self.writes = Writes()
         """Which planned steps of this pass have written their entries."""
         self._open = False
-        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and first tokens
+        self._planned: list[tuple[MovedSteps, int]] = []
+        self._layers: dict[int, tuple[list[LayerStep], list[int]]] = {}  # the same by layer
         self._tokens = 0  # of the row
         self._residuals: list[SessionPass] = []
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # masks of this pass
@@ -126,13 +127,11 @@ class ForwardHooks:
             if session.error is None:
                 first = session.span.start or 0
                 count = (self._tokens if session.span.stop is None else session.span.stop) - first
-                session.steps = self._attempt(session, session.stream.plan, count, self.wrote) or {}
-                for index, step in session.steps.items():
-                    steps, tokens = self._planned.setdefault(index, ([], []))
-                    steps.append(step)
-                    tokens.append(first)
+                session.steps = self._attempt(session, session.stream.plan, count, self.wrote) or NO_STEPS
+                if session.steps is not NO_STEPS:
+                    self._planned.append((session.steps, first))
         self._residuals = [one for one in self.sessions if one.error is None and one.stream.wants_residuals]
-        exact = all(session.stream.exact for session in self.sessions if session.steps)
+        exact = all(session.stream.exact for session in self.sessions if session.steps is not NO_STEPS)
         device = self.sessions[0].stream.device
         self._executor, self.writes = choice.kernels_of(device) if exact else plain, Writes()
 
@@ -140,18 +139,26 @@ class ForwardHooks:
         """Return whether a planned step of the last pass has written its entry."""
         return bool(self._executor.wrote(step, self.writes))
 
-    def every_layer(self) -> list[list[LayerStep]]:
-        """Return the steps of each layer, in the order of the row. Return nothing if any layer or session has work
-        besides planned steps."""
+    def every_layer(self) -> Planned:
+        """Return the steps of each session in all layers. Return nothing if any layer or session has work besides
+        planned steps."""
         count = len(self.geometry.layers)
-        complete = all(len(session.steps) == count for session in self.sessions)
+        complete = all(len(session.steps.planned.by_layer) == count for session in self.sessions)
         if not complete or self._residuals or self._executor is not native or current_probe() is not None:
-            return []
-        return [self._planned[index][0] for index in range(count)]
+            return ()
+        return self._planned
+
+    def _of_layer(self, layer: int) -> tuple[list[LayerStep], list[int]]:
+        """Return the steps that are planned in a layer, and the first tokens of their sessions."""
+        if layer not in self._layers:
+            found = [(step, first) for steps, first in self._planned if (step := steps.of(layer)) is not None]
+            self._layers[layer] = [step for step, _ in found], [first for _, first in found]
+        return self._layers[layer]
 
     def plans(self, layer: int) -> bool:
         """Return whether the steps of all tokens are planned in a layer."""
-        return layer in self._planned and sum(step.tokens for step in self._planned[layer][0]) == self._tokens
+        steps = self._of_layer(layer)[0]
+        return bool(steps) and sum(step.tokens for step in steps) == self._tokens
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Pass the residuals of its tokens to each session whose checkpoint stores them."""
@@ -184,11 +191,11 @@ class ForwardHooks:
     ) -> Tensor | None:
         """Return attention (batch, heads, queries, value_dim); None: transformers computes it."""
         layer, row = self.geometry.layers[int(module.layer_idx)], None  # type: ignore[arg-type]
-        if layer.index in self._planned:
+        if self._of_layer(layer.index)[0]:
             run: Callable[..., Tensor] = self._executor.run
             if self._executor is not native:  # which writes to memory, not to tensors
                 run = outside_inference_mode(run)
-            row = run(*self._planned[layer.index], query, key, value, scaling, sinks_of(module), self.writes)
+            row = run(*self._of_layer(layer.index), query, key, value, scaling, sinks_of(module), self.writes)
             if self.plans(layer.index):
                 return row.transpose(1, 2)
         if not self.packed:
@@ -208,7 +215,7 @@ class ForwardHooks:
         """Attend for the sessions that did not plan this layer, and write the results into ``row``, (1, tokens, heads,
         dim). A session that fails gets zeros, which no other token sees."""
         for session in self.sessions:
-            if layer.index in session.steps:
+            if session.steps.of(layer.index) is not None:
                 continue
             output, span = None, session.span
             if session.error is None:
@@ -256,7 +263,7 @@ class ForwardHooks:
     def update(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Pass its part of a layer's keys and values, (1, kv_heads, row, dim), to each session of the row."""
         for session in self.sessions:
-            if session.error is None and layer_idx not in session.steps:
+            if session.error is None and session.steps.of(layer_idx) is None:
                 parts = (part[:, :, session.span] for part in (keys, values))
                 found = self._attempt(session, session.cache.update, *parts, layer_idx)
                 if found is not None:
@@ -298,9 +305,9 @@ class ForwardHooks:
         self._forget_steps()
 
     def _forget_steps(self) -> None:
-        self._planned = {}
+        self._planned, self._layers = [], {}
         for session in self.sessions:
-            session.steps = {}
+            session.steps = NO_STEPS
 
     def abandon(self) -> None:
         """Undo a pass whose failure the model's hooks did not see."""

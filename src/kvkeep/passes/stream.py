@@ -32,9 +32,8 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
 from kvkeep.step import choice
-from kvkeep.step.plan import LayerStep
+from kvkeep.step.plan import NO_STEPS, LayerStep, MovedSteps, TextSteps
 from kvkeep.step.sinks import sinks_of
-from kvkeep.stores.layer import Layer
 from kvkeep.stores.layer_group import LayerGroup
 
 MAX_PLANNED = 16
@@ -83,7 +82,8 @@ class CacheStream:
         self._known = self._pending_bytes = self._read = 0
         self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._disturbed = False  # whether a lossy method's pass was undone, and no pass has followed
-        self._steps = dict[int, LayerStep]()  # planned and not committed, by layer
+        self._planned = NO_STEPS  # and not committed
+        self._earlier = dict[int, TextSteps]()  # by their number of tokens: steps that may apply again
         self._wrote: Callable[[LayerStep], bool] = _none
         self._masked = False  # whether the caller's mask masks more than padding
 
@@ -165,6 +165,8 @@ class CacheStream:
         UsageError during another thread's pass."""
         self.owner.take()
         self.roll_back()
+        if (new := embeddings if ids is None else ids) is not None and new.shape[1] > MAX_PLANNED:
+            self._earlier.clear()  # memory grows
         if self._disturbed:
             self._disturbed = False
             warnings.warn(
@@ -174,7 +176,6 @@ class CacheStream:
             )
         self.record.note_pass(self._given_by_ids(ids, positions, mask))
         if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
-            new = embeddings if ids is None else ids
             assert new is not None
             positions = torch.arange(self.length, self.length + new.shape[1], device=new.device).unsqueeze(0)
         if not self.streams:
@@ -229,14 +230,17 @@ class CacheStream:
         return self.checkpoint is not None and self.checkpoint.by_token
 
     @outside_inference_mode
-    def plan(self, count: int, wrote: Callable[[LayerStep], bool]) -> dict[int, LayerStep]:
+    def plan(self, count: int, wrote: Callable[[LayerStep], bool]) -> MovedSteps:
         """Return the step of ``count`` tokens in each layer that can plan it. wrote: says whether a step has written
         its entries, if the pass is not completed."""
-        before, self._groups, self._steps, self._wrote = self._groups, [], {}, wrote
+        before, self._groups, self._planned, self._wrote = self._groups, [], NO_STEPS, wrote
         if not self._plannable or self._latent:
-            return {}
+            return NO_STEPS
         if count > 1 and (not self.exact or count > MAX_PLANNED):
-            return {}
+            return NO_STEPS
+        if (again := self._again(count)) is not None:
+            self._planned = again
+            return again
         steps, groups = dict[int, LayerStep](), dict[Hashable, list[tuple[int, LayerStep, Any]]]()
         for index in self._single:
             layer = self.layers[index]
@@ -250,8 +254,22 @@ class CacheStream:
             group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
             steps |= zip(indices, group.plan(planned), strict=True)
             self._groups.append(group)
-        self._steps = steps
-        return {**self._steps}
+        if steps:
+            self._planned = MovedSteps(made := TextSteps(steps))
+            if not self.streams:
+                self._earlier[count] = made
+        return self._planned
+
+    def _again(self, count: int) -> MovedSteps | None:
+        """Return earlier steps of so many tokens, if all layers take them again, so that they need not be planned for
+        each token. Otherwise forget earlier steps, which hold memory that the layers may no longer use."""
+        if (earlier := self._earlier.get(count)) is not None:
+            by_layer = earlier.by_layer
+            rows = {self.layers[index].follows(step) for index, step in by_layer.items()}
+            if len(rows) == 1 and (moved := rows.pop()) is not None:
+                return MovedSteps(earlier, moved)
+            self._earlier.clear()
+        return None
 
     @property
     def _plannable(self) -> bool:
@@ -266,15 +284,15 @@ class CacheStream:
         """Record that the steps of :meth:`plan` have run, and let selectors score by their attention. completed: the
         whole pass has run; otherwise those count that have written their entries. An interrupted call can be
         repeated."""
-        while self._steps:
-            index, step = next(iter(self._steps.items()))
-            if completed or self._wrote(step):
+        planned, known = self._planned, self._known
+        for index, step in planned.planned.by_layer.items():
+            if completed or self._wrote(planned.of(index) or step):
                 self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index] * step.tokens)
                 layer = self.layers[index]
-                arrived = layer.arrived if isinstance(layer, Layer) else layer.get_seq_length()
-                for _ in range(self._known + step.tokens - arrived):
+                arrived = layer.arrived if self.streams else layer.get_seq_length()
+                for _ in range(known + step.tokens - arrived):
                     layer.commit()
-            del self._steps[index]
+        self._planned = NO_STEPS
         self._wrote = _none  # which refers to this stream, whose memory is freed without a collection
         for group in self._groups:
             group.finish(completed)
@@ -448,6 +466,7 @@ class CacheStream:
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
         self.record.forget_from(length)
+        self._earlier.clear()
         if not self.streams:
             return
         self.ledger.truncate(length)
@@ -461,6 +480,7 @@ class CacheStream:
         :meth:`roll_back`."""
         self.roll_back()
         self.disk.check(compare=True)  # digests are made anew of what is copied
+        self._earlier.clear()
         self.record.select(index.tolist())
 
     def abandon(self) -> None:

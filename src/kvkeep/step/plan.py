@@ -9,8 +9,8 @@ those of prompts and padded batches, and those whose attention depends on how a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -168,6 +168,43 @@ class StoreShare(NamedTuple):
     """:attr:`LayerStep.evict`."""
     seen: Tensor | None = None
     """:attr:`LayerStep.seen`."""
+
+
+@dataclass(frozen=True, eq=False)
+class TextSteps:
+    """The steps of a text's next tokens, in each layer that plans them."""
+
+    by_layer: Mapping[int, LayerStep] = field(default_factory=dict)
+    """By number of the layer."""
+
+
+class MovedSteps:
+    """Steps that were planned once, and apply again ``rows`` tokens later, or earlier: the entries of a layer that
+    evicts none take the rows and slots that many further on, and the last spans end that many rows later."""
+
+    def __init__(self, steps: TextSteps, rows: int = 0) -> None:
+        self.planned, self.rows = steps, rows
+        self._moved: dict[int, LayerStep] = {}
+
+    def of(self, layer: int) -> LayerStep | None:
+        """Return the step in a layer, always the same object; None where it is not planned."""
+        if not self.rows:
+            return self.planned.by_layer.get(layer)
+        if layer not in self._moved and (step := self.planned.by_layer.get(layer)) is not None:
+            append, last = step.append, step.attend[-1]
+            self._moved[layer] = step._replace(
+                append=append._replace(row=append.row + self.rows),
+                slot=step.slot + self.rows,
+                attend=[*step.attend[:-1], last._replace(stop=last.stop + self.rows)],
+            )
+        return self._moved.get(layer)
+
+
+NO_STEPS = MovedSteps(TextSteps())
+"""No layer has a planned step."""
+
+Planned = Sequence[tuple[MovedSteps, int]]
+"""The steps of each session in a pass, and the place of its first token in the row, in order."""
 
 
 class Writes:

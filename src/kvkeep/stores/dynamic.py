@@ -136,6 +136,17 @@ class DynamicLayer(CacheLayerMixin):
         spans = [last] if full is None else [full, last]
         return LayerStep(Destination(keys, values, row), self._keys.length, attend=spans, tokens=count)
 
+    def follows(self, step: LayerStep) -> int | None:
+        """Return how many tokens after ``step``, which was planned earlier, the same step comes next; None where other
+        memory is written or read meanwhile."""
+        keys, values, append = self._keys.tail, self._values.tail, step.append
+        *full, _ = step.attend
+        pages = len(full[0].keys.spans) if full else 0
+        if keys.data is not append.keys or values.data is not append.values or len(self._keys.head) != pages:
+            return None
+        row = keys.length
+        return row - append.row if row + step.tokens <= append.keys.shape[2] else None
+
     def commit(self) -> None:
         """Note that the step of :meth:`plan` has run."""
         self._keys.advance()

@@ -27,7 +27,7 @@ from kvkeep.native.structures import (
 )
 from kvkeep.step.checks import bank_of, check_beside, check_lanes, check_token
 from kvkeep.step.native.entries import compiled, memory_of, narrow, table_of
-from kvkeep.step.plan import Destination, LayerStep, Writes
+from kvkeep.step.plan import Destination, LayerStep, MovedSteps, Planned, TextSteps, Writes
 
 
 def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
@@ -81,7 +81,8 @@ def run(
 def run_layers(
     layers: Table,
     scaling: Table,
-    steps: Sequence[Sequence[LayerStep]],
+    part: slice,
+    planned: Planned,
     writes: Writes,
     x: Tensor,
     cos: Tensor,
@@ -90,13 +91,13 @@ def run_layers(
 ) -> None:
     """Run some layers of a decoder, one after the other, for the next tokens of each of several sessions.
 
-    layers, scaling: the layers in the library's form, and the scaling of their attention. steps: for each layer, the
-    steps of the tokens, in order. writes: notes which of them have written. x: (1, tokens, hidden), the residual
+    layers, scaling: the layers in the library's form, and the scaling of their attention. part: their numbers.
+    planned: the steps of the tokens. writes: notes which of them have written. x: (1, tokens, hidden), the residual
     stream, read and written. cos, sin: (tokens, dim). normed: written where the last layer is a mixture: what enters
     its MLP.
     """
-    tokens = [*accumulate((step.tokens for step in steps[0][:-1]), initial=0)]
-    by_layer = _addresses(steps, tokens, writes)  # their shapes are the layers'
+    by_session = [_session(steps, part, token, writes) for steps, token in planned]
+    by_layer = [[*chain.from_iterable(one)] for one in zip(*by_session, strict=True)]
     table, counts = address_table([*chain.from_iterable(by_layer)]), count_table([*map(len, by_layer)])
     starts = [address_of(table) + ADDRESS_BYTES * number for number in accumulate(counts, initial=0)]
     kernels().kvkeep_run_layers(
@@ -115,6 +116,34 @@ def run_layers(
 def wrote(step: LayerStep, writes: Writes) -> bool:
     """Return whether the entry that a step evicts is copied. Its place may then have the new one."""
     return all(_form(part).struct.written == writes.number for part in step.parts)
+
+
+_MOVING: dict[tuple[int, int], tuple[weakref.ref[TextSteps], list[_Form], Table, list[list[int]]]] = {}
+"""By id of planned steps, as long as they live, and the first of some layers: in these layers, the forms of the steps,
+and where they lie, as the library's table and by layer."""
+
+
+def _session(steps: MovedSteps, part: slice, token: int, writes: Writes) -> list[list[int]]:
+    """Return where the steps of a session in some layers lie in the library's form. Steps that apply again are only
+    moved, in one call: most of the time between two passes of several sessions would else be Python's."""
+    planned = steps.planned
+    layers = [planned.by_layer[layer] for layer in range(part.start, part.stop)]
+    if not steps.rows:
+        return _addresses([[step] for step in layers], [token], writes)  # their shapes are the layers'
+    name = id(planned), part.start
+    if name not in _MOVING:
+        forms = [_form(step) for step in layers]
+        for form, step in zip(forms, layers, strict=True):
+            form.write(step)
+            form.struct.token_lanes = form.bank.lanes
+        addresses = [form.address for form in forms]
+        by_layer = [[one] for one in addresses]
+        # A partial is called without a line of Python, in which Ctrl-C could end it.
+        _MOVING[name] = weakref.ref(planned, partial(_MOVING.pop, name)), forms, address_table(addresses), by_layer
+    _, _, table, by_layer = _MOVING[name]
+    slot = layers[0].slot + steps.rows
+    kernels().kvkeep_move_steps(address_of(table), len(table), slot, token, writes.number)
+    return by_layer
 
 
 def _addresses(
@@ -179,7 +208,8 @@ class _Form:
         insert, append, evict, entries = self._insert, step.append, step.evict, 0
         for number, span in enumerate(step.attend):
             entries += span.stop - span.start
-            if self._shown[number] != (bounds := (span.start, span.stop)):
+            bounds = span.start, span.stop
+            if self._shown[number] != bounds or number == len(self._shown) - 1:  # the library may have moved the last
                 self._shown[number] = ()  # until it is written
                 narrow(self._pieces[number], span, self._reads[number])
                 self._shown[number] = bounds
