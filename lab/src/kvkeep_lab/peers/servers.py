@@ -146,7 +146,9 @@ class Ours(Server):
             [] if self.requested_budget is None else ["--budget", self.requested_budget]
         )
         where = ["--port", f"{port}", "--model", self.loaded.name, "--memory", self.memory]
-        yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
+        with tempfile.TemporaryDirectory() as folder:  # an earlier run's store would have read the prompts
+            where += ["--sessions", folder]
+            yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
 
 
 class KvkeepForAgents(Server):
