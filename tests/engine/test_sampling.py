@@ -1,14 +1,17 @@
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from conftest import tokenizer
 from families import tiny
 from gguf_files import written
 from transformers.generation import GenerationConfig
 
 import kvkeep
-from kvkeep.engine.sampling import LLAMA_SERVER, Sampling, default_sampling
+from kvkeep.engine.sampling import LLAMA_SERVER, NotNumbers, Sampling, default_sampling
 from kvkeep.errors import UsageError
 from kvkeep.models.gguf.model import read_model
 
@@ -51,3 +54,47 @@ def test_generate_samples_by_settings_in_place_of_the_models(
         monkeypatch.setattr(model.generation_config, name, value)
     assert found == written_by({}) != plain
     assert written_by({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}) != found
+
+
+SETTINGS = [
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.05}, {"top_k": 3}, {"top_k": 900, "top_p": 0.5}, {"top_p": 0.7}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_likeliest_tokens_have_the_scores_that_all_processors_give_a_vocabulary(settings: dict[str, Any]) -> None:
+    """Logits of bfloat16 are often equal, and a form of the answer leaves few of them."""
+    generator = torch.Generator().manual_seed(7)
+    for left in (600, 25, 1):
+        sampler, ids = (
+            Sampling(temperature=0.7, seed=1, **settings).sampler(1, torch.device("cpu")),
+            torch.tensor([[1]]),
+        )
+        noise = torch.Generator().manual_seed(1)
+        for _ in range(30):
+            logits = (4 * torch.randn(1, 600, generator=generator)).bfloat16()
+            logits[0, torch.randperm(600, generator=generator)[left:]] = float("-inf")
+            wanted = sampler.processors(ids, logits.float()).softmax(-1) / torch.empty(1, 600).exponential_(
+                1, generator=noise
+            )
+            found = sampler.scores(ids, logits)
+            torch.testing.assert_close(found, wanted)
+            assert int(found.argmax()) == int(wanted.argmax())
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 5, "min_p": 0.1}, {"top_p": 0.5}, {}], ids=str)
+def test_logits_that_are_not_numbers_are_an_error(settings: dict[str, Any]) -> None:
+    logits = torch.zeros(1, 50)
+    logits[0, 7] = float("nan")
+    with pytest.raises(NotNumbers):
+        Sampling(temperature=1.0, seed=1, **settings).sampler(1, torch.device("cpu")).scores(
+            torch.tensor([[1]]), logits
+        )
+
+
+def test_noise_without_a_callers_seed_samples_by_probability() -> None:
+    sampler = replace(Sampling(temperature=1.0, seed=3).sampler(1, torch.device("cpu")), seeded=False)
+    chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    drawn = [int(sampler.scores(torch.tensor([[1]]), chances.log()[None]).argmax()) for _ in range(4000)]
+    found = torch.bincount(torch.tensor(drawn), minlength=4) / 4000
+    assert ((found - chances).abs() < 4 * (chances * (1 - chances) / 4000).sqrt()).all()

@@ -6,6 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Sampling:
         if self.sampled:
             seed = secrets.randbits(63) if self.seed is None else self.seed
             noise = torch.Generator(device).manual_seed(seed % 2**64 if seed >= 0 else seed)
-        return Sampler(self._processors(prompt), self.sampled, noise)
+        return Sampler(self._processors(prompt), self.sampled, noise, self.seed is not None)
 
     def _processors(self, prompt: int) -> LogitsProcessorList:
         """Return the logits processors: the grammar's, then others in transformers' order."""
@@ -143,6 +144,9 @@ class Sampler:
     """Whether tokens are sampled; otherwise the likeliest token is chosen."""
     generator: torch.Generator | None = None
     """Generates the noise; None: torch's default generator."""
+    seeded: bool = True
+    """The caller knows the seed, with which transformers would give the same tokens. Other noise is made in a fifth of
+    the time."""
     _ahead: deque[Tensor] = field(default_factory=deque)
     """Noise of the next tokens, which drafts have used; each token has its own, whatever is drafted."""
 
@@ -162,15 +166,38 @@ class Sampler:
     def draft_scores(self, ids: Tensor, logits: Tensor, drafts: int) -> Tensor:
         """Return the scores of a draft, the last ``drafts`` of whose ``ids`` are drafts, too. With the same logits they
         will be those of :meth:`scores`. Raises NotNumbers as it does."""
-        scores = self.processors(ids, logits.to(torch.float32, copy=True))
-        if self.sampled:
-            scores = scores.softmax(-1)
-            if not bool(scores.isfinite().all()):
-                raise NotNumbers
-            while len(self._ahead) <= drafts:
-                self._ahead.append(torch.empty_like(scores).exponential_(1, generator=self.generator))
-            scores = scores / self._ahead[drafts]
-        return scores
+        scores, likely = logits.to(torch.float32, copy=True), None
+        for number, processor in enumerate(self.processors):
+            scores = processor(ids, scores)
+            if number == self._top_k:
+                likely = (scores != float("-inf")).nonzero()[:, 1]
+                scores = scores[:, likely]
+        if not self.sampled:
+            return scores
+        while len(self._ahead) <= drafts:
+            self._ahead.append(self._noise(logits))
+        scores, noise = scores.softmax(-1), self._ahead[drafts]
+        if not bool(scores.isfinite().all()):
+            raise NotNumbers
+        if likely is None:
+            return scores / noise
+        return torch.zeros_like(noise).index_copy_(1, likely, scores / noise[:, likely])
+
+    @cached_property
+    def _top_k(self) -> int | None:
+        """The number of the processor after which only the likeliest tokens are left, if those behind it only compare
+        scores with each other: top-p sorts them, which takes longer than some layers where they are a whole vocabulary.
+        None: there is none."""
+        names = [type(one) for one in self.processors]
+        found = names.index(TopKLogitsWarper) if self.sampled and TopKLogitsWarper in names else None
+        return found if found is None or {*names[found + 1 :]} <= {TopPLogitsWarper, MinPLogitsWarper} else None
+
+    def _noise(self, logits: Tensor) -> Tensor:
+        """Return exponential noise for a token, of the shape of its ``logits``."""
+        noise = torch.empty_like(logits, dtype=torch.float32)
+        if self.seeded:
+            return noise.exponential_(1, generator=self.generator)
+        return noise.uniform_(generator=self.generator).log_().neg_()
 
 
 class _Written(LogitsProcessor):
