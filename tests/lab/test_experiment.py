@@ -12,7 +12,8 @@ from kvkeep.errors import UsageError
 OURS = (  # beside no paper
     "beyond-32768", "beyond-the-window", "bounded", "finalists", "locomo", "locomo-beyond",
     "novel", "novel-perplexity", "novel-rephrased", "novel-rephrased-within",
-    "other-author", "peers", "revive-parts", "rotated-values", "which-method", "xsum",
+    "other-author", "peers", "revive-parts", "rotated-values", "tool-calls", "tool-calls-shared", "which-method",
+    "xsum",
 )  # fmt: skip
 SMALL = """
 title = "Small"

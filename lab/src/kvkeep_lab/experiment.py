@@ -167,10 +167,8 @@ class Experiment(ExperimentBase):
         """Return the source files. Raises UsageError if files or packages are missing."""
         for module, package in self.task.packages.items():
             if find_spec(module) is None:
-                extra = "" if self.task.extra == "lab" else f"[{self.task.extra}]"
                 raise UsageError(
-                    f"'{self.task.name}' needs the package '{package}', which is missing: "
-                    f"pip install './lab{extra}' in a clone of kvkeep."
+                    f"'{self.task.name}' needs the package '{package}', which is missing: {self.task.install}."
                 )
         return super().sources(data)
 

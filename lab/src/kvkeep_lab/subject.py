@@ -13,6 +13,7 @@ import torch
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import generate
+from kvkeep.engine.grammar import GrammarProcessor
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
@@ -196,7 +197,7 @@ class Subject:
         the text and of the question. No ``ids``: the text ends with the question. Raises UsageError for a peer that
         reads the text itself."""
         if isinstance(peer := peer_of(self.method), Shortener):
-            return self._examine_shortened(peer, text, ids, right, new)
+            return self._shortened(peer, text, ids, lambda full, prompt: full.examine_after(prompt, ids, right, new))
         before = self._after(text, ids)
         twin, first = copied(before.cache), None if ids else before
         logs, seconds, agrees = self._given(twin, ids, right, first)
@@ -206,11 +207,33 @@ class Subject:
             return SubjectAnswer(self.tokenizer.decode(list(right)), list(right), cost, logs)
         return replace(self._written(copied(before.cache), ids, new, first=first), cost=cost, logs=logs)
 
-    def _examine_shortened(
-        self, peer: Shortener, text: ReadText, ids: Sequence[int], right: Sequence[int], new: int
+    def write_after(
+        self, text: ReadText, ids: Sequence[int], new: int, form: GrammarProcessor | None = None
     ) -> SubjectAnswer:
-        """Do the same as :meth:`examine_after` with a full cache that reads what ``peer`` makes of the text. Raises
-        BudgetError if the budget has no space for the text, or exceeds the model's positions."""
+        """Generate greedily up to ``new`` tokens after a question ``ids`` (at least one) about a text that is read
+        before, as :meth:`examine_after` does. form: what the answer may be, as in
+        :func:`~kvkeep_lab.reading.read`. Raises as :meth:`examine_after` does."""
+        if isinstance(peer := peer_of(self.method), Shortener):
+            return self._shortened(peer, text, ids, lambda full, prompt: full.write_after(prompt, ids, new, form))
+        before = self._after(text, ids)
+        answer = self._written(copied(before.cache), ids, new, form=form)
+        cost = replace(
+            answer.cost,
+            prompt_tokens=len(text.ids) + len(ids),
+            prefill_s=answer.cost.prefill_s + before.seconds,
+            whole_bytes=whole_bytes(self.loaded.model, text.context),
+        )
+        return replace(answer, cost=cost)
+
+    def _shortened(
+        self,
+        peer: Shortener,
+        text: ReadText,
+        ids: Sequence[int],
+        answered: Callable[[Subject, ReadText], SubjectAnswer],
+    ) -> SubjectAnswer:
+        """Return what ``answered`` returns of a full cache and of what ``peer`` makes of the text for the question
+        ``ids``. Raises BudgetError if the budget has no space for the text, or exceeds the model's positions."""
         entries = entries_of(self.loaded.model, self.budget or "100%", text.context)
         positions = ModelGeometry.from_config(self.loaded.model.config).max_positions
         if positions is not None and entries > positions:
@@ -230,7 +253,7 @@ class Subject:
         start = time.perf_counter()
         prompt = ReadText((*text.ids[: text.head], *select(ids)), entries)
         reading += time.perf_counter() - start
-        answer = full.examine_after(prompt, ids, right, new)
+        answer = answered(full, prompt)
         cost = replace(
             answer.cost,
             prompt_tokens=len(text.ids) + len(ids),
@@ -360,16 +383,17 @@ class Subject:
         new: int,
         ended: Callable[[str], bool] | None = None,
         first: ReadCache | None = None,
+        form: GrammarProcessor | None = None,
     ) -> SubjectAnswer:
-        """Generate greedily with one pass a token, also with a peer that reads the text itself. first: what reading
-        ``ids`` gave, if ``cache`` has read them."""
+        """Generate greedily with one pass a token, also with a peer that reads the text itself. first and form: as in
+        :func:`~kvkeep_lab.reading.read`."""
         model = self.loaded.model
         stated = model.generation_config.eos_token_id
         ends = stated if isinstance(stated, list) else [stated]
         tokens: list[int] = []
         seconds: list[float] = []
         text = ""
-        for logits, elapsed in read(model, self._tensor(ids), cache, new, first=first):
+        for logits, elapsed in read(model, self._tensor(ids), cache, new, first=first, form=form):
             tokens.append(int(logits.argmax()))
             seconds.append(elapsed)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)

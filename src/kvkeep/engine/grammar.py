@@ -81,11 +81,11 @@ class GrammarProcessor(LogitsProcessor):
 
     def forced(self, written: Sequence[int]) -> Sequence[int]:
         """Return the tokens that have to follow the answer's tokens. The model may spell the same text otherwise."""
-        return self._matcher.compute_ff_tokens() if self._follow([*written]) else ()
+        return self._matcher.compute_ff_tokens() if self.follow([*written]) else ()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocabulary) of the token after ``input_ids`` (1, tokens), as changed by the form."""
-        if not self._follow(input_ids[0, self._prompt :].tolist()):  # after a draft that will be rejected
+        if not self.follow(input_ids[0, self._prompt :].tolist()):  # after a draft that will be rejected
             return scores
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         if self._matcher.is_error():  # llguidance bounds the work for one token
@@ -94,7 +94,7 @@ class GrammarProcessor(LogitsProcessor):
             self._spell(bias)
         return scores.masked_fill((bias[: scores.shape[-1]] == 0).to(scores.device), -torch.inf)
 
-    def _follow(self, written: list[int]) -> bool:
+    def follow(self, written: list[int]) -> bool:
         """Let the matcher read the answer's tokens; return whether it takes all of them."""
         read, shared = self._read, len(self._read)
         if written[:shared] != read:  # drafts that were rejected

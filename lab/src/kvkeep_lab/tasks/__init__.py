@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvkeep_lab.tasks.base import Task
+from kvkeep_lab.tasks.bfcl import Bfcl
 from kvkeep_lab.tasks.lm_eval import LmEval
 from kvkeep_lab.tasks.locomo import Locomo
 from kvkeep_lab.tasks.longbench import LongBench
@@ -18,7 +19,7 @@ from kvkeep_lab.tasks.summary import Summary
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
+        Bfcl, LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
         Perplexity, Ruler, Summary,
     )
 }  # fmt: skip

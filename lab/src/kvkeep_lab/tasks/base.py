@@ -100,8 +100,8 @@ class Task(BaseModel, ABC):
     """Fields that list values. Every combination of values is a separate cell."""
     packages: ClassVar[dict[str, str]] = {}
     """Required packages: names on PyPI by module."""
-    extra: ClassVar[str] = "lab"
-    """kvkeep-lab's extra with these packages; "lab" for none."""
+    install: ClassVar[str] = "pip install ./lab in a clone of kvkeep"
+    """The command that installs these packages."""
 
     samples: int = Field(4, ge=1, description="number of prompts in each cell")
 

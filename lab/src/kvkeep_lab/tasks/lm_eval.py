@@ -41,7 +41,7 @@ class LmEval(Task):
         "Written answers are greedy."
     )
     packages: ClassVar[dict[str, str]] = {"lm_eval": "lm-eval"}
-    extra = "harness"
+    install = "pip install './lab[harness]' in a clone of kvkeep"
 
     task: str = Field("hellaswag", min_length=1, description="the harness's name of it")
     measures: list[str] = Field(
