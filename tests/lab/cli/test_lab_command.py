@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from calling import calling_model
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
 from kvkeep_lab.runner import Runner
 from kvkeep_lab.studies import STUDIES
@@ -62,7 +63,8 @@ def test_the_smoke_version_of_every_experiment(
     if any(find_spec(package) is None for package in packages):
         pytest.skip(f"{', '.join(packages.values())} is not installed")
     monkeypatch.chdir(tmp_path)
-    command = ("lab", "run", name, "--smoke", "-m", str(model_folder), "--data", str(data), "--json")
+    model = calling_model(tmp_path) if "bfcl_eval" in packages else str(model_folder)
+    command = ("lab", "run", name, "--smoke", "-m", model, "--data", str(data), "--json")
     code, out, err = run(*command)
     assert code == 0, err
     tally = json.loads(out)
