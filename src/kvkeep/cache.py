@@ -51,6 +51,7 @@ class KeepCache(RecurrentCache):
         page: rows rebuilt at a time.
         context: tokens of the whole text; by default the maximum context length.
         batch: rows of the batch that share a budget in bytes.
+        pin: number of first tokens of each row whose entries are never evicted (:meth:`pin`).
         recall: how evicted entries are read ("verified"), as if the method's name ended with it; without a
             method it is added to "snapkv".
         request: a :class:`~kvkeep.policies.methods.Request`, which replaces all other options.
@@ -189,6 +190,25 @@ class KeepCache(RecurrentCache):
         self.exact_tokens = self.stream.exact_tokens
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
 
+    def pin(self, count: int) -> None:
+        """Pin the first ``count`` tokens of each row of the next text, padding not counted: their entries are never
+        evicted, and no other entry is merged into them. They are part of the budget; the method has the rest. An exact
+        method needs no pins, and has the same answers.
+
+        Raises UsageError if the cache has read a text, or if the method cannot pin so many tokens, and BudgetError if
+        pins leave no room for others."""
+        if self.get_seq_length():
+            raise UsageError("The cache has read a text without these pins; call reset() first.")
+        before = self.request
+        if (request := before.pinning(count)) == before:
+            return
+        try:
+            self.request, self.method = request, request.method
+            self.reset()
+        except BaseException:
+            self.request, self.method = before, before.method
+            raise
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch ``repeats`` times."""
         if self.rows:
@@ -248,6 +268,7 @@ class KeepCache(RecurrentCache):
     def __repr__(self) -> str:
         size = sum(holding.resident_bytes + holding.compressed_bytes for holding in self.made.holdings)
         budget = "" if self.request.budget is None else f"budget='{self.request.budget}', "
+        budget += f"pin={self.method.pin}, " if self.method.pin else ""
         return (
             f"KeepCache(method='{self.method.name}', {budget}tokens={self.get_seq_length()}, bytes={size}, "
             f"exactness='{self.exactness}')"

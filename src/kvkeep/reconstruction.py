@@ -101,7 +101,7 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     entries = method.division(geometry, cache.entries).resident
     scores = [reader.scores for reader in readers]
     with meter.holding(*(part for reader in readers for part in reader.tensors)):
-        shares, windows = method.selector.shares(scores, rows, entries), last_token_state(cache)
+        shares, windows = _shares(cache, scores, rows, entries), last_token_state(cache)
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.reset(shares)
         if recording:
@@ -117,6 +117,20 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
             raise
     meter.reconstruction_s += time.perf_counter() - begin
     return readers
+
+
+def _shares(cache: Any, scores: list[Tensor], rows: int, entries: int) -> list[list[int]]:
+    """Return the entries of each full layer's lanes by the scores of the second reading, ``entries`` on average. The
+    selector divides those that are not pinned."""
+    method, ledger = cache.method, cache.ledger
+    if pinned := method.reserved:
+        slots = torch.arange(ledger.length, device=scores[0].device)
+        firsts = [ledger.first_by(layer.heads) for layer in cache.stream.bounded]
+        scores = [
+            part.masked_fill(slots < (0 if first is None else first) + pinned, float("-inf"))
+            for part, first in zip(scores, firsts, strict=True)
+        ]
+    return [[pinned + count for count in layer] for layer in method.selector.shares(scores, rows, entries - pinned)]
 
 
 def _read_again(cache: Any) -> list[ReconstructionReader]:

@@ -96,6 +96,8 @@ def _notes(request: Request, geometry: ModelGeometry) -> list[str]:
     method, notes = request.method, []
     if method.oneshot:
         notes.append("a prompt is read in one pass; before it is compressed, one layer at a time holds all of it")
+    if method.pin:
+        notes.append(f"the first {method.pin:,} tokens are pinned")
     if method.exactness is Exactness.EXACT and not geometry.steady(request.context):
         notes.append(
             f"lossy beyond {geometry.steady_positions} tokens: the model's rotary frequencies change there, and tokens "

@@ -25,9 +25,9 @@ class Site:
     geometry: ModelGeometry
     model: Any
     entries: int
-    """The layer's budget, in entries of each KV head."""
+    """The layer's budget, in entries of each KV head, without the pinned ones."""
     budgets: Sequence[int]
-    """Resident entries of each KV head; one number: the same for all heads."""
+    """Resident entries of each KV head, pinned ones included; one number: the same for all heads."""
     readers: int
     """Modules that read its entries."""
     first: bool
@@ -36,6 +36,8 @@ class Site:
     meter: Meter
     device: torch.device
     checkpoint: Checkpoint | None
+    pinned: int = 0
+    """The number of first tokens of each row whose entries stay resident as they are, beside :attr:`entries`."""
 
 
 @dataclass(frozen=True)

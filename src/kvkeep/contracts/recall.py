@@ -115,9 +115,9 @@ class Recall(ABC):
         """Return the hook around the forward passes of one cache, or None."""
         return None
 
-    def shared(self, ledger: Ledger) -> Any:
+    def shared(self, ledger: Ledger, pinned: int) -> Any:
         """Return the object that the readers of all layers share, or None. Those of a recall that :attr:`drafts` share
-        the cache's draft passes."""
+        the cache's draft passes. pinned: the number of first tokens that every step attends to."""
         return None
 
     @abstractmethod

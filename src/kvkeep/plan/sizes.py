@@ -141,7 +141,7 @@ def _selected(
     tail, within, exact, sinks = method.division(geometry, size.budget)
     starts = [0, *accumulate(arriving)]
     moves = any(start + (count == 1) > exact for start, count in zip(starts, arriving, strict=False))
-    budgets = selector.budgets(model, geometry, exact)
+    budgets = method.budgets(model, geometry, exact)
     groups = Counter(  # layers of one shape have equal sizes
         (replace(layer, index=0, source=0), _by_head(budgets[layer.index], layer)) for layer in geometry.full_layers
     )

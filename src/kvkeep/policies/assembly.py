@@ -149,7 +149,7 @@ def _bounded(
     build = _Builder(request, model, geometry, meter, within, tail)
     ahead = 1 if method.oneshot else chunk  # the prompt's length is unknown
     positions = None if sinks is None else _positions(model, geometry, sinks, resident, ahead)
-    budgets = selector.budgets(model, geometry, resident)
+    budgets = method.budgets(model, geometry, resident)
     if shares is not None:
         for layer, share in zip(geometry.full_layers, shares, strict=True):
             budgets[layer.index] = share
@@ -219,7 +219,8 @@ class _Builder:
             for layer in geometry.recurrent_layers
         }
         self.draft_passes = DraftPasses(tail, self.ledger) if tail else None
-        self.recalled = self.method.recall.shared(self.ledger) if self.draft_passes is None else self.draft_passes
+        shared = self.method.recall.shared(self.ledger, self.method.pin)
+        self.recalled = shared if self.draft_passes is None else self.draft_passes
 
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
         """Return an assembly of ``layers``, with the objects that they share."""
@@ -266,6 +267,7 @@ class _Builder:
             meter=self.meter,
             device=self.device,
             checkpoint=self.checkpoint,
+            pinned=self.method.reserved,
         )
         selector, store = self.method.selector, self.method.store_fate.store(site, self.shared)
         resident: Resident

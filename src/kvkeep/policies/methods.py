@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     context: int | None
     batch: int
     recall: str | None
+    pin: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Request:
         and options that are wrong for every model."""
         given: dict[str, Any] = {**options}
         recall, checkpoint, folder = given.pop("recall", None), given.get("checkpoint"), given.get("folder")
+        pin = given.pop("pin", 0)
         texts = {"method": method, "recall": recall, "checkpoint": checkpoint, "where": given.get("where")}
         for name, text in texts.items():
             if text is not None and (not isinstance(text, str) or not text):
@@ -93,10 +95,20 @@ class Request:
                 raise UsageError(f"The {name} of a cache must be a whole number of at least 1{limit}, not {number!r}.")
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise UsageError(f"The folder of a checkpoint must be a path, not {folder!r}.")
+        if type(pin) is not int or not 0 <= pin < 2**31:
+            raise UsageError(f"The pin of a cache must be a number of first tokens (0: none), not {pin!r}.")
         given |= {"checkpoint": made.kind or checkpoint, "folder": None if folder is None else os.fspath(folder)}
         request = cls(made, parsed, **given)
         request._check(spec, checkpoint)
-        return request
+        return request.pinning(pin)
+
+    def pinning(self, count: int) -> Request:
+        """Return the request with the first ``count`` tokens pinned. Raises UsageError if the method cannot pin
+        them."""
+        method = self.method.pinned(count)
+        if method.pin and (reason := method.refusal()) is not None:
+            raise UsageError(f"Method '{method.name}' cannot pin {count} tokens. {reason}")
+        return replace(self, method=method)
 
     def _check(self, spec: str, checkpoint: str | None) -> None:
         """Raise UsageError for options that the method does not take, and for a missing budget."""
@@ -164,7 +176,8 @@ class Request:
         """Return the options with which :meth:`parse` makes this request again, besides method and budget."""
         names = ("where", "capacity", "folder", "chunk", "page", "context", "batch")
         checkpoint = None if self.method.kind else self.checkpoint
-        return {"checkpoint": checkpoint, **{name: getattr(self, name) for name in names}}
+        pinned = {"pin": self.method.pin} if self.method.pin else {}  # as in sessions of caches that pin nothing
+        return {"checkpoint": checkpoint, **{name: getattr(self, name) for name in names}, **pinned}
 
 
 def requested(method: str | None = None, budget: Any = None, **options: Any) -> Request | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from typing import Literal
 
 from kvkeep.errors import UsageError, unknown
 from kvkeep.plugins import PARTS, how, points
@@ -16,6 +17,11 @@ ONESHOT = "oneshot"
 
 FORMER = {"blocks": "passages", "ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Former names, which stored sessions and results may still have."""
+
+SYSTEM: Literal["system"] = "system"
+"""The pin of a prompt's instructions, whose number of tokens follows from the prompt."""
+Pin = int | Literal["system"]
+"""A number of first tokens, or :data:`SYSTEM`."""
 
 METHODS = (
     "full", "kv-direct", "window", "streaming-llm", "h2o", "snapkv", "tova", "expected-attention", "kvzip", "pyramidkv",
@@ -39,6 +45,15 @@ LAB = (
 
 INSTEAD = {"certified": "a step that reads every entry is faster; use SELECTOR+checkpoint"}
 """Names of stored sessions that no part has, with a reason and what to use."""
+
+
+def checked_pin(given: str | int) -> Pin:
+    """Return the pin that a user gave. Raises UsageError."""
+    if given == SYSTEM:
+        return SYSTEM
+    if not ((text := str(given)).isascii() and text.isdigit()):
+        raise UsageError(f"A pin is 'system' or a number of first tokens, not '{text}'.")
+    return int(text)
 
 
 def check_names(spec: str) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import get_annotations, isabstract
 from typing import Any, ClassVar, NamedTuple
@@ -113,9 +115,9 @@ class Division(NamedTuple):
     tail: int
     """Entries for drafts."""
     within: int
-    """All other entries."""
+    """All other entries but the pinned ones."""
     resident: int
-    """The exact entries among these."""
+    """The exact entries, pinned ones included."""
     sinks: int | None
     """First entries with an additional unrotated key; None: positions are those of the text."""
 
@@ -135,6 +137,20 @@ class Method:
     """The paper."""
     oneshot: bool = False
     """A prompt is read in one pass and compressed afterwards. The budget holds from then on."""
+    pin: int = 0
+    """The number of first tokens whose entries are never evicted (:meth:`pinned`)."""
+
+    def pinned(self, count: int) -> Method:
+        """Return the method with the entries of the first ``count`` tokens of each row pinned: they are never evicted,
+        and no other entry is merged into them. The rest of the budget is for all other entries. An exact method that
+        does not draft has the same answers with any entries resident, and is returned as it is."""
+        chooses = self.recall.drafts or self.exactness is not Exactness.EXACT
+        return replace(self, pin=count if chooses else 0)
+
+    @property
+    def reserved(self) -> int:
+        """The number of pinned entries in each lane; 0 for a ring, which evicts the oldest ones."""
+        return 0 if self.selector.in_order else self.pin
 
     @property
     def exactness(self) -> Exactness:
@@ -174,7 +190,7 @@ class Method:
         """The method that reads a text first, for a selector that chooses after a second reading; else None."""
         if self.selector.reconstruction is None:
             return None
-        return replace(self, selector=OldestFirst(), fate=Recorded("kv"), recall=Evicted())
+        return replace(self, selector=OldestFirst(), fate=Recorded("kv"), recall=Evicted(), pin=0)
 
     @property
     def reads_all(self) -> bool:
@@ -212,19 +228,49 @@ class Method:
         """The number of first entries that stay, where positions are places in the cache. None where positions are
         those of the text, whose length the model's positions then limit."""
         fate = self.store_fate
-        return self.selector.sinks_in_cache(not (fate.stores.keeps or self.recall.backed or self.recall.label))
+        sinks = self.selector.sinks_in_cache(not (fate.stores.keeps or self.recall.backed or self.recall.label))
+        return None if sinks is None else max(sinks, self.pin)
 
     def division(self, geometry: ModelGeometry, entries: int) -> Division:
         """Return how a budget of ``entries`` is divided. Raises BudgetError for too few."""
-        tail, fate = self.recall.tail(entries), self.store_fate
-        within = entries - tail
+        tail, fate, sinks = self.recall.tail(entries), self.store_fate, self.sinks
+        copies = 0 if sinks is None else (sinks + 1) // 2
+        within = self._beside_pins(entries, tail + copies) + copies
         if self.recall.backed and within < 1 and not self.reads_all:
             raise BudgetError(
                 f"A budget of {entries} entries leaves method '{self.name}' nothing to attend to; give a larger budget."
             )
-        (self.fate if self.reads_all else fate).fits(self.name, geometry, within)
-        resident, sinks = fate.resident(within), self.sinks
-        return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
+        with self._naming_pins():
+            (self.fate if self.reads_all else fate).fits(self.name, geometry, within)
+        resident = fate.resident(within) - copies
+        return Division(tail, within, self.reserved + (resident if sinks is None else max(resident, 1)), sinks)
+
+    def _beside_pins(self, entries: int, others: int = 0) -> int:
+        """Return the entries of a budget beside the pinned ones and ``others``. Raises BudgetError if pins leave no
+        room."""
+        left = entries - others - self.reserved
+        if self.reserved and left < 1:
+            raise BudgetError(
+                f"{self.reserved} pinned tokens leave no room for others in a budget of {entries} entries; give a "
+                "larger budget, or pin fewer tokens."
+            )
+        return left
+
+    @contextmanager
+    def _naming_pins(self) -> Iterator[None]:
+        """Say in a BudgetError that its budget is the one beside the pinned tokens."""
+        try:
+            yield
+        except BudgetError as error:
+            if not self.reserved:
+                raise
+            raise BudgetError(f"Beside {self.reserved} pinned tokens: {error}") from error
+
+    def budgets(self, model: Any, geometry: ModelGeometry, resident: int) -> list[Sequence[int]]:
+        """Return the number of entries of each layer's KV heads, as :meth:`Selector.budgets` does, ``resident`` on
+        average. The selector divides those that are not pinned."""
+        found, pinned = self.selector.budgets(model, geometry, resident - self.reserved), self.reserved
+        return [[pinned + count for count in layer] for layer in found] if pinned else found
 
     def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
         """Return the tokens of a prompt that are read at a time with a budget of ``entries``. chunk: the user's choice.
@@ -232,8 +278,9 @@ class Method:
         if self.oneshot:
             return sys.maxsize
         layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
-        longest = budget.chunk_for(entries, chunk, layers)
-        return self.fate.chunk(self.name, entries, longest, chunk is not None)
+        longest, rest = budget.chunk_for(entries, chunk, layers), self._beside_pins(entries)
+        with self._naming_pins():
+            return self.fate.chunk(self.name, rest, longest, chunk is not None)
 
     def refusal(self) -> str | None:
         """Return why the parts cannot be combined, in a sentence; None where they can."""

@@ -49,7 +49,7 @@ class LayerGroup:
         bank, one = self.banks[0], self.residents[0]
         ranks: Sequence[Tensor | None] = [None] * len(steps)
         if bank.used == bank.columns:
-            rank = self.selector.rank(self._candidates(bank.columns, one.length + 1)).contiguous()
+            rank = one.ranking.rank(self._candidates(bank.columns, one.length + 1)).contiguous()
             rank = rank if rank.dtype in (torch.float32, torch.int32) else rank.float()
             ranks = rank.split(self._lanes)
         received: Sequence[Tensor | None] = [None] * len(steps)
@@ -87,5 +87,4 @@ class LayerGroup:
     def _candidates(self, used: int, length: int) -> Candidates:
         one = self.residents[0]
         scores = None if self.scores is None else self.scores[:, :used]
-        columns, heads = self.banks[0].columns, one.banks.heads
-        return Candidates(self.slots[:, :used], scores, 0, length, 0, columns, heads, one.ranking.layer)
+        return one.ranking.candidates(self.banks[0], self.slots[:, :used], scores, length)

@@ -68,6 +68,12 @@ def test_blocks_far_below_the_best_are_left_out_unless_another_row_needs_as_many
     assert best_passages(torch.tensor([one, all_of_them]), 6).tolist() == [[0, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
 
 
+def test_the_first_passages_are_recalled_unless_they_are_lost() -> None:
+    scores = torch.tensor([[0.0, 0, 0, 0, 9, 0, 0, 0]])
+    assert best_passages(scores, 5, first=3).tolist() == [[0, 1, 2, 4, 5]]
+    assert best_passages(scores.index_fill(1, torch.tensor([1]), -1.0), 5, first=3).tolist() == [[0, 2, 4, 5]]
+
+
 def _read(ledger: Ledger, choice: PassageChoice, *ids: int) -> list[int]:
     """Read ``ids`` in one pass, and return the passages that the first row recalls."""
     ledger.append(torch.tensor([ids]), None, None, None)

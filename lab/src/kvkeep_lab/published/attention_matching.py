@@ -154,7 +154,7 @@ class AttentionMatching(Fate):
                 "Fate 'attention-matching' needs the queries of a second reading; use the selector highest-attention "
                 "or kvzip."
             )
-        return None
+        return "Its fit changes the values of all entries that stay; use 'kvzip'." if method.pin else None
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         if bind(model).latent:

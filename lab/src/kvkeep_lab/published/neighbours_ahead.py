@@ -75,7 +75,8 @@ class NeighboursAhead(MergesPairs, AheadMerging):
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return MergeAhead(site, self, bind(site.model), self.pairs_at_once(min(site.budgets)))
+        how = self.beside(site.pinned)
+        return MergeAhead(site, how, bind(site.model), how.pairs_at_once(min(site.budgets)))
 
     def hook(self) -> PassHook:
         return Lookahead(self.gradients)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -68,6 +68,10 @@ class MergesPairs(Fate):
     def check_room(self, name: str, entries: int) -> None:
         """Raise BudgetError where ``entries`` leave nothing to merge."""
 
+    def beside(self, pinned: int) -> Self:
+        """Return the fate that leaves the first ``pinned`` entries as they are, too."""
+        return replace(self, sinks=max(self.sinks, pinned))
+
     def pairs_at_once(self, budget: int) -> int:
         """Return the number of pairs merged at a time while decoding with a ``budget`` of entries: at most a quarter of
         the entries that may merge."""
@@ -96,9 +100,9 @@ class Neighbours(MergesPairs, PairMerging):
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        budget = min(site.budgets)
-        self.check_room(f"layer {site.layer.index}", budget)
-        return self.stores(site, self, bind(site.model), self.pairs_at_once(budget))
+        budget, how = min(site.budgets), self.beside(site.pinned)
+        how.check_room(f"layer {site.layer.index}", budget)
+        return self.stores(site, how, bind(site.model), how.pairs_at_once(budget))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> PredictedBytes:
         """Return the bytes of temporary tensors: the pairs before and after they are merged."""

@@ -44,11 +44,16 @@ class MergeOnEvict(EvictedStore):
 
 
 class MergeLikest(MergeOnEvict):
-    """Merges each entry into the one with the most similar key."""
+    """Merges each entry into the one with the most similar key, which is not pinned."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.pinned, self.heads = site.pinned, site.layer.kv_heads
 
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
         extra, newest = bank.counted()
-        target = most_similar(bank, left.keys)
+        first = self.ledger.first_by(self.heads)
+        target = most_similar(bank, left.keys, self.pinned + (0 if first is None else bank.of(first)))
         counts = (1.0 if left.extra is None else 1.0 + left.extra) * (left.slots >= 0)  # tokens of each entry
         counts = counts * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
         if target.shape[1] == 1:  # a decoded token moves one entry; a chunk may move all
@@ -68,12 +73,13 @@ class MergeLikest(MergeOnEvict):
         newest.scatter_reduce_(1, target, last.masked_fill(counts == 0, 0).to(newest.dtype), "amax")
 
 
-def most_similar(bank: Bank, keys: Tensor) -> Tensor:
-    """Return the column whose key is most similar to each of ``keys`` (lanes, n, dim): (lanes, n) int64."""
+def most_similar(bank: Bank, keys: Tensor, first: Tensor | int) -> Tensor:
+    """Return the column whose key is most similar to each of ``keys`` (lanes, n, dim): (lanes, n) int64. first: the
+    first slot of each lane that is compared, (lanes, 1)."""
     columns = bank.keys[:, : bank.used].float()
     # Cosines times the length of the evicted key, which is the same for all columns.
     similarity = keys.float() @ columns.transpose(1, 2) / vector_norm(columns, dim=-1)[:, None].clamp(min=1e-12)
-    return similarity.masked_fill(bank.slots[:, None, : bank.used] < 0, float("-inf")).argmax(2)
+    return similarity.masked_fill((bank.slots[:, : bank.used] < first)[:, None], float("-inf")).argmax(2)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class MatchingPassages(Recall):
 
     def refuses(self, method: Any) -> str | None:
         """Return that other methods do not keep older entries in the order of the text; None for ``endless``."""
+        if method.pin > (limit := self.size * (self.count - 1)):
+            return f"It recalls {self.count} passages of {self.size} tokens, so it can pin at most {limit:,} tokens."
         if method.selector.in_order and method.fate.kind == "kv" and not method.oneshot:
             return None
         return "Recall 'passages' needs a checkpoint of kind 'kv' in the order of the text; use 'endless'."
@@ -102,8 +104,8 @@ class MatchingPassages(Recall):
                 f"{least:,}{hint}."
             )
 
-    def shared(self, ledger: Ledger) -> PassageChoice:
-        return PassageChoice(ledger, self.count, self.size)
+    def shared(self, ledger: Ledger, pinned: int) -> PassageChoice:
+        return PassageChoice(ledger, self.count, self.size, max(1, -(-pinned // self.size)))
 
     def reader(self, site: Site, shared: PassageChoice) -> Reader:
         return RecalledPassages(site, bind(site.model), shared, self.exact_tokens(site.geometry))

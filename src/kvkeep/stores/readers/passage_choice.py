@@ -27,11 +27,12 @@ K1 = 1.2
 
 
 class PassageChoice:
-    """The passages that the layers of a cache recall: of ``size`` tokens, at most ``count`` of each row. They follow
-    from the ledger's ids and a few numbers (:attr:`state`), so a copy or a saved session chooses the same."""
+    """The passages that the layers of a cache recall: of ``size`` tokens, at most ``count`` of each row, and always the
+    ``first`` ones. They follow from the ledger's ids and a few numbers (:attr:`state`), so a copy or a saved session
+    chooses the same."""
 
-    def __init__(self, ledger: Ledger, count: int, size: int) -> None:
-        self.ledger, self.count, self.size = ledger, count, size
+    def __init__(self, ledger: Ledger, count: int, size: int, first: int = 1) -> None:
+        self.ledger, self.count, self.size, self.first = ledger, count, size, first
         self.numbers: Tensor | None = None
         """(rows, n) int64, in ascending order: the chosen passages, counted from 0. A new choice is a new tensor."""
         self.passages = 0
@@ -72,7 +73,7 @@ class PassageChoice:
         else:
             past = self._ids(0, self.passages * self.size)
             scores = [word_scores(*row, weight, self.size) for row in zip(past, query, strict=True)]
-            self.numbers = best_passages(torch.stack(scores).masked_fill(~there, -1.0), self.count)
+            self.numbers = best_passages(torch.stack(scores).masked_fill(~there, -1.0), self.count, self.first)
 
     def truncate(self, length: int) -> None:
         """Forget what was chosen or asked after ``length`` tokens. A question stays without its last token, which is
@@ -112,16 +113,16 @@ def _aged(count: int, device: torch.device) -> Tensor:
     return 0.5 ** (torch.arange(count - 1, -1, -1, device=device) / HALF)
 
 
-def best_passages(scores: Tensor, count: int) -> Tensor:
+def best_passages(scores: Tensor, count: int, first: int = 1) -> Tensor:
     """Return at most ``count`` passages of each row, (rows, n) in ascending order. scores: (rows, passages), at least
-    0; below 0 for lost passages, which are not the first and leave more than ``count``.
+    0; below 0 for lost passages, which are not the first one and leave more than ``count``.
 
-    The first passage is one of them. The others are those with at least :data:`SHARE` of the best one's score, each
-    with the passage after it, into which what it begins may continue. Of equal ones the newest are taken. A row that
-    needs fewer than another one has more of the next best."""
+    The ``first`` passages are among them, as far as they are not lost. The others are those with at least
+    :data:`SHARE` of the best one's score, each with the passage after it, into which what it begins may continue. Of
+    equal ones the newest are taken. A row that needs fewer than another one has more of the next best."""
     last, ranked, needed = scores.shape[1] - 1, [], 1
     for row in scores:
-        found, least = {0: None}, SHARE * float(row.max())
+        found, least = dict.fromkeys((row[:first] >= 0).nonzero()[:, 0].tolist()), SHARE * float(row.max())
         for place in row.flip(0).argsort(descending=True, stable=True)[:count].tolist():
             best = last - place
             for number in range(best, min(best + 1, last) + 1):

@@ -26,14 +26,16 @@ def divide(resident: Any, parts: Sequence[Arriving]) -> EvictedEntries | None:
         if scores is None and resident.window != 0:
             scores = torch.zeros(new.slots.shape, device=new.keys.device)
         joined.append(_with_new(bank, new, scores))
-    mean, length = sum(banks.budgets) // len(banks.budgets), parts[0].first + parts[0].count
+    length, pinned = parts[0].first + parts[0].count, resident.ranking.pinned
+    mean = sum(banks.budgets) // len(banks.budgets) - pinned
     with resident.meter.holding(*(tensor for part in joined for tensor in part[:-1])):
         every = banks.gathered(joined)
         assert every is not None
         entries = resident.ranking.candidates(None, every.slots, every.scores, length, parts[0].count)
         entries = replace(entries, budget=mean, keys=every.keys, values=every.values)
-        ranks = selector.rank(entries).float().masked_fill(every.slots < 0, float("-inf"))
-        (shares,) = selector.shares([ranks], resident.ledger.batch, mean)
+        ranks = resident.ranking.rank(entries).float().masked_fill(every.slots < 0, float("-inf"))
+        others = ranks.masked_fill(resident.ranking.pins(entries), float("-inf")) if pinned else ranks
+        shares = [pinned + count for count in selector.shares([others], resident.ledger.batch, mean)[0]]
         with resident.meter.holding(*(every[:-1] if len(joined) > 1 else ())):
             stays = banks.refill(every, ranks, shares)
     return _some(every, ~stays & (every.slots >= 0), resident.ranking.scored) if store.keeps else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EvictedEntries, gathered
-from kvkeep.contracts.selector import Candidates, Selector
+from kvkeep.contracts.selector import STAYS, Candidates, Selector
 from kvkeep.memory.ledger import Ledger
 from kvkeep.step import native
 from kvkeep.step import torch as plain
@@ -56,10 +56,14 @@ class Arriving:
 
 class Ranking:
     """A selector's view of the entries of one layer, and its ranks. scored: every entry has a score, even where the
-    selector uses none."""
+    selector uses none. pinned: the number of first tokens of a row whose entries rank above all others; the selector
+    has the rest of the budget."""
 
-    def __init__(self, selector: Selector, banks: Banks, ledger: Ledger, layer: int, scored: bool) -> None:
+    def __init__(
+        self, selector: Selector, banks: Banks, ledger: Ledger, layer: int, scored: bool, pinned: int = 0
+    ) -> None:
         self.selector, self.banks, self.ledger, self.layer, self.scored = selector, banks, ledger, layer, scored
+        self.pinned = pinned
 
     def candidates(
         self, bank: Bank | None, slots: Tensor, scores: Tensor | None, length: int, new: int = 0
@@ -68,7 +72,21 @@ class Ranking:
         first = self.ledger.first_by(self.banks.heads)
         by_lane: Tensor | int = 0 if first is None else first if bank is None else bank.of(first)
         columns = self.banks.columns if bank is None else bank.columns
-        return Candidates(slots, scores, by_lane, length, new, columns, self.banks.heads, self.layer)
+        budget = max(0, columns - self.pinned)
+        return Candidates(slots, scores, by_lane, length, new, budget, self.banks.heads, self.layer)
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """Return the selector's ranks; those of pinned entries are above all others."""
+        ranks = self.selector.rank(entries)
+        if not self.pinned:
+            return ranks
+        if not ranks.is_floating_point():
+            return ranks.masked_fill(self.pins(entries), torch.iinfo(ranks.dtype).max)
+        return ranks.clamp(max=torch.finfo(ranks.dtype).max).masked_fill(self.pins(entries), STAYS)
+
+    def pins(self, entries: Candidates) -> Tensor:
+        """Return which entries are pinned, (lanes, entries) bool; empty columns have arbitrary values."""
+        return entries.slots < entries.first + self.pinned
 
     def arrived(self, bank: Bank, new: Arriving) -> Tensor | None:
         """Return the scores of new entries: those they have, or the selector's first ones. None if neither part needs
@@ -101,7 +119,7 @@ class Ranking:
         entries = self.candidates(bank, bank.slots, scores, length)
         if self.selector.needs_kv:
             entries = replace(entries, keys=bank.keys[:, : bank.columns], values=bank.values[:, : bank.columns])
-        return self.selector.rank(entries)
+        return self.rank(entries)
 
     def with_gaps(self, bank: Bank, length: int) -> Tensor:
         bank.scored()
@@ -157,7 +175,7 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     lanes, count, columns, device = new.keys.shape[0], new.count, bank.columns, new.keys.device
     scores = ranking.arrived(bank, new)
     entries = ranking.joined(bank, new, columns, scores)
-    rank = ranking.selector.rank(entries).float()
+    rank = ranking.rank(entries).float()
     # Padding is evicted first, then empty columns, then entries.
     rank[:, :columns] = torch.where(
         bank.slots < 0, torch.arange(columns, device=device) * _STEP + LOWEST, rank[:, :columns]
@@ -226,7 +244,7 @@ def _choose(resident: Any, bank: Bank, slots: Tensor, weights: Tensor, queries: 
     scores = torch.zeros(lanes, resident.length + 1, device=device).scatter_(1, where, bank.scored())[:, :-1]
     entries = resident.ranking.candidates(bank, slots, scores, resident.length, queries)
     scores = resident.selector.observe(entries, weights, queries)
-    rank = resident.selector.rank(replace(entries, scores=scores)).float().masked_fill(slots < 0, float("-inf"))
+    rank = resident.ranking.rank(replace(entries, scores=scores)).float().masked_fill(slots < 0, float("-inf"))
     best = rank.topk(min(columns, resident.length), dim=1, sorted=False)
     wanted = torch.zeros(lanes, resident.length + 1, dtype=torch.bool, device=device)
     wanted.scatter_(1, best.indices.masked_fill(best.values == float("-inf"), resident.length), True)

@@ -42,7 +42,7 @@ class Selected(WorkingSet):
         self.adapter = adapter
         self.banks = Banks(site.budgets, Device(site.device), site.ledger, site.meter, tail)
         scored = store.listens or store.merges or store.makes_room
-        self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
+        self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored, site.pinned)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
         self._hand = 0  # number of new entries before admission
@@ -269,7 +269,7 @@ class Selected(WorkingSet):
         return self.selector.observe(entries, weights, queries)
 
     def ranks(self, slots: Tensor, scores: Tensor) -> Tensor:
-        ranks = self.selector.rank(self.ranking.candidates(None, slots, scores, self.length)).float()
+        ranks = self.ranking.rank(self.ranking.candidates(None, slots, scores, self.length)).float()
         return ranks.masked_fill(slots < 0, float("-inf"))
 
     def lowest(self, count: int) -> Tensor:
@@ -283,7 +283,7 @@ class Selected(WorkingSet):
     def swap_in(self, slots: Tensor, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
         left = []
         for bank in self.banks:
-            chosen = bank.of(slots)[:, : bank.columns]
+            chosen = bank.of(slots)[:, : max(0, bank.columns - self.ranking.pinned)]
             columns = self.ranking.order(bank, self.length)[:, : chosen.shape[1]]
             if self.store.keeps:
                 gone = bank.entries(self.ranking.scored).at(columns)
@@ -338,7 +338,7 @@ class Selected(WorkingSet):
         self.banks.restore(state)
 
     def check(self, extent: Extent) -> None:
-        self.banks.check(extent, self.selector.sinks_in_cache(True))
+        self.banks.check(extent, max(self.selector.sinks_in_cache(True) or 0, self.ranking.pinned))
         if self.selector.scores_arrivals and any(bank.used and bank.scores is None for bank in self.banks):
             raise ShapeError("'scores' are missing")
 
