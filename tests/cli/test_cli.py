@@ -300,3 +300,20 @@ def test_a_wrong_method_is_refused_before_a_model_is_downloaded(run: Run, text: 
     """No test's cache folder has the model."""
     code, out, err = run("generate", "-m", "qwen2.5-coder-1.5b", "-f", text, "-x", method, "-b", "25%")
     assert code == 2 and not out and "Fetching" not in err and len(err.splitlines()) == 1
+
+
+def test_the_system_prompt_is_pinned_or_the_command_says_why_not(run: Run, model_folder: Path, text: str) -> None:
+    common = ("generate", "-m", str(model_folder), "-f", text, "-p", "the of", "-n", "5", "--json")
+    lossy = (*common, "-x", "window", "-b", "24", "--system", "the man was here")
+    answers = [json.loads(run(*lossy, *pin)[1])["tokens"] for pin in ((), ("--pin", "system"), ("--pin", "6"))]
+    assert answers[0] != answers[1] == answers[2]
+    whole = [json.loads(run(*common, *pin)[1])["tokens"] for pin in ((), ("--pin", "system"))]
+    assert whole[0] == whole[1]
+    for options, sentence in (
+        (("-b", "24", "-x", "window", "--pin", "30"), "30 pinned tokens leave no room for others in a budget of 24"),
+        (("-b", "24", "-x", "window", "--pin", "all"), "A pin is 'system' or a number of first tokens, not 'all'."),
+        (("-b", "24", "-x", "window", "--pin", "system", "--raw"), "'--pin system' pins nothing; give --system or"),
+        (("-x", "stock", "--pin", "3"), "takes no pin; 'kv-direct' does."),
+    ):
+        code, out, err = run(*common, *options)
+        assert code == 2 and sentence in " ".join(err.split()) and not out

@@ -10,9 +10,9 @@ import torch
 from cases import RECURRENT
 from conftest import saved, tokenizer
 from families import tiny
-from helpers import broken
+from helpers import bounded, broken
 
-from kvkeep import Conversation, KeepCache, generate, load
+from kvkeep import BudgetError, Conversation, KeepCache, generate, load
 from kvkeep.blocks.sessions import StoredSession
 from kvkeep.blocks.store import Store
 from kvkeep.memory.rows import BLOCK
@@ -212,3 +212,35 @@ def test_undo_retry_and_a_further_name_cost_a_reference_and_a_state(method: str,
         sizes = written()
         assert len(sizes) == 1 and (method == "h2o" or sizes[0] < first[0])
     assert len(written("other")) == 1
+
+
+def pinned_slots(talk: Conversation, count: int) -> bool:
+    """Whether every lane holds the entries of the first ``count`` tokens."""
+    assert isinstance(talk.cache, KeepCache)
+    return all(bool(layer.resident.resident_slots()[:, :count].all()) for layer in bounded(talk.cache))
+
+
+def test_a_pinned_system_prompt_stays_through_turns_and_another_day(tmp_path: Path) -> None:
+    """And another system prompt has other pins, from the next answer on."""
+    model, words = tiny("llama"), "it was for the and of to in on by"
+    talk = Conversation(model, tokenizer(), KeepCache(model, "window", 24), system="the of and to in", pin="system")
+    for turn in range(3):
+        talk.answer(words, max_new_tokens=4)
+        assert talk.cache.method.pin == 7 and pinned_slots(talk, 7)  # the names of two roles, and five words
+        assert pinned_slots(talk, 8) == (turn == 0)  # the text of one turn fits
+    talk.save(tmp_path / "s")
+    again = Conversation.resume(model, tokenizer(), tmp_path / "s")
+    assert (
+        again.pin == "system"
+        and again.answer(words, max_new_tokens=4).tokens == talk.answer(words, max_new_tokens=4).tokens
+    )
+    assert again.cache.method.pin == 7 and pinned_slots(again, 7)
+    again.set_system("the of")
+    again.answer(words, max_new_tokens=4)
+    assert again.cache.method.pin == 4 and pinned_slots(again, 4)
+    again.set_system(f"{words} {words} {words}")
+    with pytest.raises(BudgetError, match="32 pinned tokens leave no room for others in a budget of 24"):
+        again.answer(words)
+    fixed = Conversation(model, tokenizer(), KeepCache(model, "window", 24, pin=5))
+    fixed.answer(f"{words} {words} {words}", max_new_tokens=4)
+    assert pinned_slots(fixed, 5) and fixed.cache.method.pin == 5

@@ -11,7 +11,7 @@ from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import options
 from kvkeep.cli.output import note
 from kvkeep.errors import UsageError
-from kvkeep.policies.names import KV_LRU, check_names
+from kvkeep.policies.names import KV_LRU, SYSTEM, Pin, check_names, checked_pin
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class CacheOptions:
         int | None,
         Option(min=0, metavar="N", help="The same with a budget in megabytes.", rich_help_panel=options.CACHE),
     ] = None
+    pin: options.PinOption = None
     checkpoint: options.Checkpoint = None
     where: options.Where = None
     capacity: Annotated[
@@ -100,6 +101,8 @@ class CacheOptions:
             check_names(method)
         if budget is not None:
             Budget.parse(budget)
+        if self.pin is not None:
+            checked_pin(self.pin)
         CheckpointSpec.parse(self.checkpoint or "kv", self.where or "host")
 
     def parse(self, chunk: int | None = None) -> RequestedCache:
@@ -111,8 +114,12 @@ class CacheOptions:
         method, budget = self._resolved()
         if budget == AUTO:
             return RequestedCache(None, auto=True, memory=self.memory)
-        stored = {name: getattr(self, name) for name in ("checkpoint", "where", "capacity", "folder")}
-        return RequestedCache(requested(method, budget, chunk=chunk, **stored))
+        stored: dict[str, Any] = {name: getattr(self, name) for name in ("checkpoint", "where", "capacity", "folder")}
+        pin = None if self.pin is None else checked_pin(self.pin)
+        if pin is not None:
+            stored["pin"] = 1 if pin == SYSTEM else pin  # their number is not known yet
+        request = requested(method, budget, chunk=chunk, **stored)
+        return RequestedCache(request if pin != SYSTEM or request is None else request.pinning(0), pin=pin)
 
     @property
     def selects(self) -> bool:
@@ -149,6 +156,8 @@ class RequestedCache:
     """Whether the budget is ``auto``: :func:`kvkeep.plan.fitting.choose` then makes the request."""
     memory: str | None = None
     """Memory for a budget of ``auto``, as text; None for half of the free memory."""
+    pin: Pin | None = None
+    """The pinned tokens, as the user gave them. Where they are the instructions, the request pins none yet."""
 
     def build(self, model: Any, context: int | None = None, answer: int = 0) -> Any:
         """Return the cache for ``context`` tokens; the last ``answer`` of these are generated. The context is limited

@@ -15,6 +15,7 @@ from kvkeep.cli.output import interruptible, loading, note, print_json, reading,
 from kvkeep.cli.startup import startup
 from kvkeep.decode.excerpts import CHUNK_TOKENS, excerpt
 from kvkeep.errors import Interrupted, UsageError
+from kvkeep.policies.names import SYSTEM
 
 
 @options.command
@@ -38,6 +39,7 @@ def generate(
             help="Read at most N tokens of the file: the passages that match the prompt (BM25).",
         ),
     ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     model: ModelOptions,
     cache: CacheOptions,
     chunk: options.Chunk = None,
@@ -50,30 +52,35 @@ def generate(
     """Answer a prompt, or a question about a file, within a cache budget."""
     from kvkeep.decode.prompt import encode
     from kvkeep.decode.prompt import question as ask
-    from kvkeep.decode.texts import read_text
+    from kvkeep.decode.texts import check_text, read_text
 
     if question is not None and prompt is not None:
         raise UsageError("There are two prompts; leave --prompt out, or put the whole question into it.")
     prompt = prompt if question is None else question
     cache.check(chunk)
     model.check()
+    check_text(system or "", "the system prompt")
     text = read_text(file) if file else None
-    messages = ask(text, prompt)
+    head = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*head, *ask(text, prompt)]
     if excerpts is not None and not (text and prompt and prompt.strip()):
         raise UsageError("--excerpts selects passages of a file that match the prompt; give a prompt and --file.")
     with loading(model.model), startup():
         from kvkeep.decode.generate import generate as run
         from kvkeep.decode.generate import room_after
+        from kvkeep.decode.instructions import instruction_tokens
 
         requested = cache.parse(chunk)
     with startup(model.model):  # which may download it: a wrong option is refused before
         loaded = model.load(cache.drafts)
     found = None if excerpts is None else excerpt(loaded.tokenizer, text or "", prompt or "", excerpts)
     if found is not None:
-        messages = ask(found.text, prompt)
+        messages = [*head, *ask(found.text, prompt)]
     ids = encode(loaded.tokenizer, messages, raw=raw)
     room_after(len(ids), requested.positions(loaded.model), _remedy(text, prompt, excerpts))
     kv_cache = requested.build(loaded.model, len(ids) + sampling.max_tokens, sampling.max_tokens)
+    if requested.pin == SYSTEM:
+        kv_cache.pin(_instructions(instruction_tokens(loaded.tokenizer, ids, messages, raw=raw)))
     with interruptible() as interrupted, reading(len(ids), silent=json) as advance:
         try:
             result = run(
@@ -98,11 +105,22 @@ def generate(
         write("\n")
         if found is not None:
             note(f"the model has read {found.tokens:,} of the file's {found.total:,} tokens (--excerpts)")
+        if requested.pin is not None and kv_cache.method.pin:
+            note(f"the first {kv_cache.method.pin:,} tokens are pinned (--pin)")
         if result.stopped == "length":
             note(f"cut off after {sampling.max_tokens} tokens (--max-tokens)")
         note(summary(result))
     if result.stopped == "interrupted":
         raise Interrupted("Interrupted; the answer above is not complete.")
+
+
+def _instructions(count: int) -> int:
+    """Return the number of tokens before the question. Raises UsageError if there are none."""
+    if not count:
+        raise UsageError(
+            "The prompt begins with the question, so '--pin system' pins nothing; give --system or --pin N."
+        )
+    return count
 
 
 def _remedy(text: str | None, prompt: str | None, excerpts: int | None) -> str:

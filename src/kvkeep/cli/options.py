@@ -83,6 +83,16 @@ Budget = Annotated[
         "the context length), 0 (every entry is evicted), or auto (full if it fits in --memory, else kv-direct).",
     ),
 ]
+PinOption = Annotated[
+    str | None,
+    Option(
+        "--pin",
+        metavar="system|N",
+        help="Never evict the entries of the system prompt and the tools, or of the first N tokens.",
+        show_default="none",
+        rich_help_panel=CACHE,
+    ),
+]
 Checkpoint = Annotated[
     str | None,
     Option(

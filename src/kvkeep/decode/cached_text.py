@@ -29,13 +29,14 @@ class CachedText:
     def __init__(self, cache: Cache, ids: Sequence[int] = ()) -> None:
         self.cache, self.ids = cache, list(ids)
 
-    def align(self, prompt: Sequence[int]) -> None:
+    def align(self, prompt: Sequence[int], pin: int | None = None) -> None:
         """Remove the tokens after the common prefix with ``prompt`` from the cache, and the last prompt token. The two
         may differ because a template can close an answer in another way than the model did. If a window or a recurrent
         state cannot be cropped, the cache goes back to the last block's end before that at which it was kept
         (:func:`kvkeep.blocks.beginnings.watch`), or is reset. A cache whose entries depend on all tokens that it has
         read (:attr:`KeepCache.crops`) is reset in any case: the model reads the prompt again. So is one that has lost
-        entries on disk, or in an unfinished step."""
+        entries on disk, or in an unfinished step. pin: first tokens of the prompt to pin if the cache is then empty;
+        None: as before."""
         if isinstance(self.cache, KeepCache):
             try:
                 self.cache.stream.check_disk()
@@ -45,6 +46,8 @@ class CachedText:
             if self.cache.stream.record.take_undone() and not self.cache.crops:
                 self.cache.reset()
         self.cut(common_prefix(self.ids, prompt[:-1]))
+        if pin is not None and isinstance(self.cache, KeepCache) and not self.ids:
+            self.cache.pin(pin)
 
     def cut(self, length: int) -> None:
         """Remove all tokens after the first ``length`` from the cache, as :meth:`align` does; it may then have

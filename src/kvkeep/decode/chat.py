@@ -14,11 +14,13 @@ from kvkeep.blocks.sessions import Session, StoredSession, Where, check_savable,
 from kvkeep.cache import KeepCache
 from kvkeep.decode.cached_text import CachedText, common_prefix
 from kvkeep.decode.generate import Generation, generate, positions_of
+from kvkeep.decode.instructions import instruction_tokens
 from kvkeep.decode.prompt import Messages, encode
 from kvkeep.engine.answer import end_ids, message_end
 from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer, name_of
+from kvkeep.policies.names import SYSTEM, Pin
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,12 @@ class Last:
 class Conversation:
     """Messages, their cache (also one of transformers' caches), and the token ids that the cache has processed."""
 
-    def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None, pin: Pin | None = None
+    ) -> None:
+        """pin: "system", or the number of first tokens, to be pinned in every cache of the conversation
+        (:meth:`~kvkeep.cache.KeepCache.pin`); None: each cache has its own."""
+        self.pin = pin
         self.model, self.tokenizer, self.past = model, tokenizer, CachedText(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.last: Last | None = None  # None after a change of the messages
@@ -101,6 +108,8 @@ class Conversation:
             raise SessionError(f"The session '{path}' holds no conversation; name another.")
         talk = cls(model, tokenizer, session.cache)
         talk.messages = messages
+        pin = session.notes.get("pin")
+        talk.pin = pin if pin == SYSTEM or (type(pin) is int and pin >= 0) else None
         talk.past.ids = session.ids[0] if session.ids else []
         talk.last = _last(session.notes.get("last"), saved[0] if saved else [])
         return talk
@@ -111,12 +120,19 @@ class Conversation:
         check_savable(self.cache)
         last, known = self.last, len(self.ids)
         notes: dict[str, Any] = {"messages": self.messages, "last": None, "model": name_of(self.model)}
+        if self.pin is not None:
+            notes["pin"] = self.pin
         if last is not None and last.sequence[:known] == self.ids:  # what the cached ids do not say of it
             notes["last"] = {"ahead": last.sequence[known:], "written": last.written, "stopped": last.stopped}
         self._fingerprint = self._fingerprint or fingerprint_of_tokenizer(self.tokenizer)
         ids = [self.ids] if self.ids else []
         save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._fingerprint), forget=self._forgot)
         self._forgot = False
+
+    def pinned(self, prompt: Sequence[int]) -> int | None:
+        """Return the number of first tokens of a prompt of the conversation that are pinned; None: as its cache has
+        it."""
+        return instruction_tokens(self.tokenizer, prompt, self.messages) if self.pin == SYSTEM else self.pin
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class Conversation:
 
     def _generate(self, prompt: list[int], written: int = 0, again: bool = False, **options: Any) -> Generation:
         """Answer ``prompt``, whose last ``written`` tokens belong to the answer. again: to the last question."""
-        self.past.align(prompt)
+        self.past.align(prompt, self.pinned(prompt))
         known = self.cache.get_seq_length()
         if isinstance(self.cache, KeepCache):
             # undo() goes back to what precedes the last question, and retry() to the question's end.

@@ -149,7 +149,7 @@ class Admission:
         session = self.sessions.named(job)
         if session is not None and job.names_cache:
             wanted, fixed = Request.parse(**job.cache), session.cache.request
-            if (wanted.method, wanted.budget) != (fixed.method, fixed.budget):
+            if (wanted.method.pinned(fixed.method.pin), wanted.budget) != (fixed.method, fixed.budget):
                 budget = "no budget" if fixed.budget is None else f"budget '{fixed.budget}'"
                 raise SessionMismatch(
                     f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be "
@@ -235,7 +235,7 @@ class Admission:
         if session.state is State.PARKED:
             work = self.sessions.storage.restore(session)
         else:
-            session.past.align(job.ask.prompt)
+            session.past.align(job.ask.prompt, job.cache.get("pin"))
             if blocks:
                 work = self.sessions.beginnings.begin(session, blocks, job.ask.prompt)
         job.session, job.granted, self._refused = session, granted, None

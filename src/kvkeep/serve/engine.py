@@ -325,7 +325,7 @@ class Engine:
             try:
                 if session.work is not None:
                     session.work.result()
-                    session.past.align(job.ask.prompt)
+                    session.past.align(job.ask.prompt, job.cache.get("pin"))
                 session.work, session.state = None, State.ANSWERING
                 self.sessions.beginnings.watch(session, job.ask.prompt, self.ends)
                 answer = Answer(job.ask, session.cache, self.tokenizer, self.ends, job.tell)

@@ -27,6 +27,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.model_names import checked_format
 from kvkeep.policies.endless import ENDLESS, check_keeps, endless_options
 from kvkeep.policies.methods import Request
+from kvkeep.policies.names import Pin, checked_pin
 from kvkeep.serve.engine import WAITING, Engine
 from kvkeep.serve.http.answer_events import Limits
 from kvkeep.serve.http.app import application
@@ -37,7 +38,7 @@ WARM_UP_TOKENS = 2
 """The number of tokens of the prompt and of the answer that are made before the first request."""
 PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType({
     "model": str, "weights": checked_format, "memory": bytes_of, "sessions": str,
-    "quota": partial(bytes_of, what="quota"), "age": lambda days: days * DAY_S, "cors": tuple,
+    "quota": partial(bytes_of, what="quota"), "age": lambda days: days * DAY_S, "cors": tuple, "pin": checked_pin,
 })  # fmt: skip
 """What makes the fields of a :class:`Service` of options; the others are as they are given."""
 
@@ -79,6 +80,8 @@ class Service:
     """Whether lines of system prompts that change with each session stay where they are."""
     log_requests: bool = False
     """Whether to log a line for each request."""
+    pin: Pin | None = None
+    """The first tokens of each prompt that are pinned; None: none."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Self:
@@ -138,7 +141,7 @@ class Service:
         :func:`~kvkeep.serve.http.app.application`."""
         warm_up(engine)
         _prepare_forms(engine)  # in this thread: it blocks the others, which may not have taken a request yet
-        return application(engine, loaded, self.keys, self.limits, self.cors, scrape, self.as_sent)
+        return application(engine, loaded, self.keys, self.limits, self.cors, scrape, self.as_sent, self.pin)
 
 
 def warm_up(engine: Engine) -> None:

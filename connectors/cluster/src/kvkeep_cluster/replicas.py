@@ -64,7 +64,7 @@ SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 """Serve's log settings."""
 OPTIONS: dict[str, Any] = {
     "model": DEFAULT, "weights": "auto", "device": None, "pre": None, "waiting": WAITING, "bucket": None,
-    "quota": None, "age": None, "at_end": None, "drafts": True, "as_sent": False,
+    "quota": None, "age": None, "at_end": None, "drafts": True, "as_sent": False, "pin": None,
     "capacity": None, "keys": None, "answers": 64, "time": None, "cors": (), "log_requests": False,
     "replicas": "2", "cores": 1, "conversations": 8,
 }  # fmt: skip

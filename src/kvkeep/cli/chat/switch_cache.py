@@ -25,7 +25,10 @@ NONE = "none"
 def switch_cache(chat: Chat, method: str | None, budget: str | None) -> None:
     """Continue with ``method`` and ``budget``; None keeps the present one. Show whether the conversation is read again.
     Raises UsageError, and the errors of :class:`KeepCache`; the conversation is then unchanged."""
-    use_request(chat, _request(chat.talk.cache, method, budget), "The conversation continues")
+    talk, request = chat.talk, _request(chat.talk.cache, method, budget)
+    if talk.pin is not None and request is not None:
+        request = request.pinning(talk.pinned(talk.prompt("?")) or 0)
+    use_request(chat, request, "The conversation continues")
 
 
 def use_request(chat: Chat, request: Request | None, continues: str) -> None:
@@ -68,6 +71,7 @@ def describe(cache: Cache) -> str:
         return f"{cache.method.name}, without a budget"
     given = "" if str(cache.request.budget) == str(cache.entries) else f" ({cache.request.budget})"
     stored = "" if cache.request.capacity is None else f", with at most {cache.request.capacity:,} older ones"
+    stored += f", the first {cache.method.pin:,} pinned" if cache.method.pin else ""
     return f"{cache.method.name} within {cache.entries} entries per layer{given}{stored}"
 
 

@@ -15,6 +15,7 @@ from kvkeep.cli import options
 from kvkeep.cli.cache_options import AUTO, CacheOptions
 from kvkeep.errors import UsageError
 from kvkeep.plugins import each_plugin
+from kvkeep.policies.names import checked_pin
 
 if TYPE_CHECKING:
     from kvkeep.cli.serve.address import Address
@@ -114,6 +115,13 @@ class MemoryOptions(ConversationOptions):
             show_default="unlimited",
         ),
     ] = None
+    pin: options.PinOption = None
+
+    def check(self) -> None:
+        """Check the options as far as possible without torch. Raises UsageError or BudgetError."""
+        super().check()
+        if self.pin is not None:
+            checked_pin(self.pin)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.policies.endless import endless_options
 from kvkeep.policies.methods import Request as CacheRequest
 from kvkeep.policies.methods import resolve
+from kvkeep.policies.names import SYSTEM, Pin
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.answer_events import AnswerEvents, Limits
 from kvkeep.serve.http.body import Hold, in_worker, json_response, unless_disconnected
@@ -62,10 +63,18 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 class Answering:
     """Answers requests for one model, of any protocol. Worker threads use the tokenizer at the same time, and change
     none of its settings. The event loop never uses it, because it must not block. as_sent: whether lines that change
-    with each session stay where they are."""
+    with each session stay where they are. pin: the first tokens of each prompt that are pinned; None: none."""
 
-    def __init__(self, engine: Engine, loaded: Loaded, limits: Limits, metrics: Metrics, as_sent: bool = False) -> None:
-        self._as_sent = as_sent
+    def __init__(
+        self,
+        engine: Engine,
+        loaded: Loaded,
+        limits: Limits,
+        metrics: Metrics,
+        as_sent: bool = False,
+        pin: Pin | None = None,
+    ) -> None:
+        self._as_sent, self._pin = as_sent, pin
         self.engine, self.model, self.limits, self.metrics = engine, loaded.name, limits, metrics
         self.sampling = default_sampling(loaded.model)
         """The sampling of an answer whose request gives none."""
@@ -100,6 +109,7 @@ class Answering:
         encoding = self.encode(body.given, hold.bytes, owner)
         encoded_prompt = await (encoding if kept else unless_disconnected(request, encoding))
         prompt, messages = encoded_prompt.ids, encoded_prompt.messages
+        cache = self._pinned(cache, encoded_prompt)
         answers = await in_worker(hold.bytes, body.answers, self._tokenizer, prompt)
         form = body.form()
         grammar = None if form is None else await in_worker(hold.bytes, self._grammar, *form, answers)
@@ -199,6 +209,14 @@ class Answering:
                 return endless_options(cache or self.engine.cache, self.engine.geometry)
         return cache
 
+    def _pinned(self, cache: dict[str, Any], prompt: EncodedPrompt) -> dict[str, Any]:
+        """Return the cache options of a request with the tokens of its prompt that are pinned. Raises UsageError for a
+        method that cannot pin them."""
+        pin = prompt.instructions if self._pin == SYSTEM else self._pin
+        if pin:
+            CacheRequest.parse(**(cache := {**(cache or self.engine.cache), "pin": pin}))
+        return cache
+
     def _max_tokens(self, wanted: int | None, prompt: list[int], cache: Mapping[str, Any]) -> int:
         """Return the maximum number of tokens of an answer with these cache options: the wanted one, if the model's
         context has as many after the prompt."""
@@ -219,7 +237,10 @@ class Answering:
         """Return the token ids of a prompt (:func:`~kvkeep.serve.http.protocol.encoded`). given: returns it, in a
         worker thread. size: bytes of the request. owner: whose earlier answers it may have."""
         vocabulary, generated = self.engine.geometry.vocab_size, partial(self._answers.find, self.records.of(owner))
-        return await in_worker(size, lambda: encoded(given(), self._tokenizer, vocabulary, generated, self._as_sent))
+        pins = self._pin == SYSTEM
+        return await in_worker(
+            size, lambda: encoded(given(), self._tokenizer, vocabulary, generated, self._as_sent, pins)
+        )
 
     def _grammar(self, field: str, form: FormOf, answers: Answers) -> Grammar:
         """Return the compiled form of an answer. Raises APIError, with the field, for a wrong one."""

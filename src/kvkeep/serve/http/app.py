@@ -26,6 +26,7 @@ from kvkeep.engine.sampling import fields
 from kvkeep.errors import UsageError, place_of
 from kvkeep.models.loading import Loaded
 from kvkeep.native.room import has_room
+from kvkeep.policies.names import Pin
 from kvkeep.serve.engine import ROOM_BYTES, Engine
 from kvkeep.serve.http.answer_events import Limits
 from kvkeep.serve.http.answering import DEFAULT_MAX_TOKENS, STREAM_HEADERS, Answering, request_log
@@ -84,13 +85,15 @@ def application(
     origins: Sequence[str] = (),
     scrape: Callable[[], Awaitable[bytes]] | None = None,
     as_sent: bool = False,
+    pin: Pin | None = None,
 ) -> FastAPI:
     """Return the application of a running engine. keys: those of its clients, whose sessions belong to them; none: all
     clients are one. origins: origins whose pages may use it (CORS). scrape: returns the text of ``/metrics``, if it
-    covers more than this engine. as_sent: whether lines of system prompts that change with each session stay."""
+    covers more than this engine. as_sent: whether lines of system prompts that change with each session stay.
+    pin: the first tokens of each prompt that are pinned."""
     memory = RequestMemory(MAX_REQUEST_BYTES)
     metrics = Metrics(engine, memory)
-    answering = Answering(engine, loaded, limits or Limits(), metrics, as_sent)
+    answering = Answering(engine, loaded, limits or Limits(), metrics, as_sent, pin)
     app = FastAPI(exception_handlers=HANDLERS, redirect_slashes=False, openapi_url=None)
     app.state.metrics = metrics
     app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, memory=memory)

@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvkeep.decode.answer_form import Answers, Calls, answers_to
+from kvkeep.decode.instructions import instruction_tokens
 from kvkeep.decode.prompt import GENERATED, NUMBER, PromptText, prompt_text, texts_of
 from kvkeep.decode.replay import Generated
 from kvkeep.decode.volatile import steady
@@ -368,6 +369,8 @@ class EncodedPrompt:
     None: the prompt is not a conversation."""
     notes: Sequence[str] = ()
     """Sentences on what was changed in it."""
+    instructions: int = 0
+    """The number of its first tokens that are instructions and tools; 0 where nobody asked for it."""
 
 
 def encoded(
@@ -376,11 +379,13 @@ def encoded(
     vocabulary: int,
     generated: Callable[[Mapping[str, Any]], Generated | None] = lambda _: None,
     as_sent: bool = False,
+    pins: bool = False,
 ) -> EncodedPrompt:
     """Return the token ids of a prompt. vocabulary: the number of the model's tokens. generated: returns a message as
     it was generated, if it was. as_sent: whether lines that change with each session stay where they are
-    (:func:`~kvkeep.decode.volatile.steady`). Raises APIError for a wrong prompt."""
-    notes = list[str]()
+    (:func:`~kvkeep.decode.volatile.steady`). pins: whether the instructions are counted. Raises APIError for a wrong
+    prompt."""
+    notes, head = list[str](), list[dict[str, Any]]()
     places: list[tuple[int, str]] | None = None
     if isinstance(prompt, list):
         ids = prompt
@@ -395,6 +400,7 @@ def encoded(
             for number, one in enumerate(given):
                 known = generated(one) if one["role"] == "assistant" else None
                 messages.append({**one, NUMBER: number} | ({} if known is None else {GENERATED: known}))
+            head = messages
             text = prompt_text(
                 tokenizer, messages, answer=prompt.answer, tools=prompt.tools, variables=prompt.variables
             )
@@ -406,7 +412,10 @@ def encoded(
     if len(ids) > MAX_PROMPT_TOKENS:
         sentence = f"The prompt has {len(ids):,} tokens, and at most {MAX_PROMPT_TOKENS:,} are allowed; shorten it."
         raise APIError(400, sentence, "context_length_exceeded")
-    return EncodedPrompt(ids, places, notes)
+    counted = 0
+    if pins and isinstance(prompt, ChatPrompt):
+        counted = instruction_tokens(tokenizer, ids, head, tools=prompt.tools, variables=prompt.variables)
+    return EncodedPrompt(ids, places, notes, counted)
 
 
 def _check_characters(count: int) -> None:
