@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES, RECURRENT, Case, new_cache, pairs
 from families import tiny
-from helpers import NEW, assert_near, bounded, padded, prompt, read, slots_of, step
+from helpers import NEW, assert_near, bounded, drafted, padded, prompt, read, slots_of, step
 from test_contract import assert_sound
 
 from kvkeep import BudgetError, KeepCache, Session, UsageError, load_session, save_session
@@ -159,6 +159,17 @@ def test_tokens_of_a_pinned_cache_are_planned_as_without_pins(name: str, monkeyp
     assert_near(read(model, other, ids, single=12), logits)
     for one, two in zip(bounded(cache), bounded(other), strict=True):
         assert [set(slots) for slots in slots_of(one)] == [set(slots) for slots in slots_of(two)]
+
+
+@pytest.mark.parametrize("name", ["snapkv:window=4,kernel=3+verified:5", "adakv:window=4,kernel=3+verified:4"])
+def test_drafts_are_written_with_pinned_entries_and_answers_are_exact(name: str) -> None:
+    model, ids = tiny("llama"), prompt(1, 60)
+    cache = KeepCache(model, name, 40, checkpoint="kv", where="host", pin=PIN)
+    answer = drafted(model, cache, ids, 20)
+    assert answer.tokens == drafted(model, KeepCache(model), ids, 20).tokens and answer.drafted
+    for layer in bounded(cache):
+        flags = layer.resident.resident_slots()
+        assert flags[:, :PIN].all() and not flags.all()
 
 
 def test_a_cache_is_pinned_before_it_reads() -> None:

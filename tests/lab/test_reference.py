@@ -207,3 +207,19 @@ def test_an_unwritable_figure_is_refused(tmp_path: Path) -> None:
     for path, sentence in ((tmp_path / "nowhere" / "compare.png", "no folder"), (tmp_path / "folder.png", "written")):
         with pytest.raises(StoreError, match=sentence):
             check_figure(path)
+
+
+def test_a_pinned_method_stands_beside_the_method_itself() -> None:
+    """Both hold as many entries, but others. An exact method is exact with pins, too."""
+    prompt = list(range(5, 69))
+    found = compare(tiny("llama"), prompt, cases(["window", "window+pinned", "full+pinned"], ["32"]), new=6, pinned=16)
+    exact, free, pinned = found.rows
+    assert [row.method for row in found.rows] == ["full+pinned", "window", "window+pinned"]
+    assert exact.kl_mean == pytest.approx(0, abs=1e-9)
+    assert free.entries == pinned.entries == 32 and free.kl_mean != pinned.kl_mean
+    (refused,) = compare(tiny("llama"), prompt, cases(["window+pinned"], ["16"]), new=2, pinned=16).rows
+    assert "16 pinned tokens leave no room" in refused.error
+    for given in ({"pin": 3}, {"methods": ["h2o+pinned"]}):
+        with pytest.raises(UsageError, match="belong together"):
+            Compare.model_validate({"prompt": "the of", **given}).check([])
+    Compare(prompt="the of", methods=["h2o", "h2o+pinned"], pin=3).check([])

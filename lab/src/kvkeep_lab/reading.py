@@ -30,6 +30,8 @@ from kvkeep_lab.attention_inputs import Attended, watching
 from kvkeep_lab.peers import PeerReader, peer_of
 from kvkeep_lab.shared_pass import SharedPass, takes_over
 
+PINNED = "+pinned"
+"""The end of a method's name that pins the instructions of a prompt, if the task says which tokens they are."""
 _AT_ONCE = 128
 """Positions whose logits are in memory at the same time."""
 _SHARED = 0.25
@@ -42,7 +44,7 @@ def takes(method: str) -> tuple[str, ...]:
     if method == STOCK:
         return ()
     peer = peer_of(method)
-    return resolve(method).options if peer is None else peer.takes
+    return resolve(method.removesuffix(PINNED)).options if peer is None else peer.takes
 
 
 def takes_budget(method: str) -> bool:
@@ -54,12 +56,19 @@ def takes_budget(method: str) -> bool:
         return "budget" in takes(re.sub(r":[^+]*", "", method))
 
 
-def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: int | None = None) -> Any:
+def cache_for(
+    model: Any, method: str, budget: str | None, context: int, chunk: int | None = None, pinned: int = 0
+) -> Any:
     """Return a cache of ``method`` for ``context`` tokens (prompt and answer), or a peer's reader. ``chunk`` is passed
-    to those that accept it."""
+    to those that accept it. pinned: the number of first tokens that are instructions, for methods with
+    :data:`PINNED`. Raises UsageError for such a method if there are none."""
     if (peer := peer_of(method)) is not None:
         return peer.open(model, budget, context)
     options: dict[str, Any] = {"budget": budget, "context": context}
+    if (name := method.removesuffix(PINNED)) != method:
+        if not pinned:
+            raise UsageError(f"'{method}' pins instructions, and these prompts have none; use '{name}'.")
+        method, options["pin"] = name, pinned
     if chunk is not None and "chunk" in takes(method):
         options["chunk"] = chunk
     return new_cache(model, method, **options)

@@ -168,18 +168,20 @@ def compare(
     *,
     new: int = 64,
     chunk: int | None = None,
+    pinned: int = 0,
     progress: Progress = lambda label, done, total: None,
     measured: Callable[[ReferenceRow], None] = lambda row: None,
 ) -> Comparison:
     """Measure every case on ``prompt`` (token ids) and ``new`` tokens after it.
 
-    ``chunk``: tokens of a prompt read at a time, for methods that read prompts in chunks. The row of a refused case
+    ``chunk``: tokens of a prompt read at a time, for methods that read prompts in chunks. pinned: the first tokens of
+    the prompt that methods with '+pinned' pin. The row of a refused case
     contains the reason. ``measured`` is called with each complete row, first the reference's. Raises
     :class:`Interruption` with the comparison if interrupted after the reference is complete, and UsageError for a
     prompt beyond the model's positions.
     """
     progress("the reference", 0.0, 1.0)
-    reference = ReferenceAnswer.of(model, prompt, new, chunk)
+    reference = ReferenceAnswer.of(model, prompt, new, chunk, pinned)
     measured(reference.row)
     rows: list[ReferenceRow] = []
     total = 2 * len(listed) * reference.work(len(prompt), new - 1)
@@ -296,9 +298,13 @@ class ReferenceAnswer:
     """Seconds of a decoding step."""
     chunk: int | None
     """Tokens of the prompt that a case reads at a time."""
+    pinned: int = 0
+    """First tokens of the prompt that methods with '+pinned' pin."""
 
     @classmethod
-    def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> ReferenceAnswer:
+    def of(
+        cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None, pinned: int = 0
+    ) -> ReferenceAnswer:
         """Read ``prompt`` (token ids) and generate ``new`` tokens. Raises UsageError if the model has too few
         positions."""
         check_fits(model, len(prompt), new)
@@ -311,7 +317,7 @@ class ReferenceAnswer:
         tokens = [int(one.argmax()) for one in logits]
         judged = [judge(one, one, token) for one, token in zip(logits, tokens, strict=True)]
         row = _forced(_free(ReferenceCase(method), tokens, tokens, judged, seconds, cache), judged)
-        return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk)
+        return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk, pinned)
 
     def work(self, tokens: int, steps: int) -> float:
         """Return the reference's seconds for ``tokens`` tokens of the prompt and ``steps`` steps."""
@@ -346,7 +352,7 @@ class ReferenceAnswer:
 
     def _cache(self, case: ReferenceCase, report: Callable[[float], None]) -> Any:
         context = self.ids.shape[1] + len(self.row.tokens)
-        cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
+        cache = cache_for(self.model, case.method, case.budget, context, self.chunk, self.pinned)
         if isinstance(cache, KeepCache):
             prompt = self.ids.shape[1]
             cache.stream.record.tell(lambda done: report(self.work(done, 0)) if done < prompt else None)

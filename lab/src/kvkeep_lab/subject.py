@@ -23,6 +23,7 @@ from kvkeep.stock import memory_of
 from kvkeep_lab.peers import PeerReader, Shortener, peer_of
 from kvkeep_lab.peers.base import entries_of
 from kvkeep_lab.reading import (
+    PINNED,
     ReadCache,
     Readings,
     cache_for,
@@ -97,8 +98,10 @@ def at_once(method: str) -> str:
     evicts none, or reads the whole text first anyway."""
     if method == STOCK or peer_of(method) is not None:
         return method
-    found = resolve(method)
-    return method if found.oneshot or found.reading is not None or found.selector.keeps_all else f"{method}+{ONESHOT}"
+    name = method.removesuffix(PINNED)
+    found = resolve(name)
+    once = found.oneshot or found.reading is not None or found.selector.keeps_all
+    return method if once else f"{name}+{ONESHOT}{method.removeprefix(name)}"
 
 
 @dataclass
@@ -133,15 +136,21 @@ class Subject:
         return {} if peer is None else peer.versions
 
     def write(
-        self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None, shared: bool = False
+        self,
+        ids: Sequence[int],
+        new: int,
+        ended: Callable[[str], bool] | None = None,
+        shared: bool = False,
+        pinned: int = 0,
     ) -> SubjectAnswer:
         """Read a prompt and generate greedily up to ``new`` tokens. An end of text ends the answer, and so does
         ``ended``, which is called with the text so far.
 
         shared: methods share what they can of reading the prompt, which stays in :attr:`readings`; only those that
-        draft then follow the model's generation config."""
+        draft then follow the model's generation config. pinned: as :attr:`~kvkeep_lab.tasks.base.Sample.instructions`.
+        """
         context = len(ids) + new
-        cache = self._cache(context)
+        cache = self._cache(context, pinned)
         if isinstance(cache, PeerReader):
             return self._written(cache, ids, new, ended)
         if not shared or (isinstance(cache, KeepCache) and cache.method.recall.drafts):
@@ -331,7 +340,7 @@ class Subject:
         about."""
         if not question or self.method == STOCK or peer_of(self.method) is not None:
             return self.method
-        if (matched := getattr(resolve(self.method).selector, "matched", None)) is None:
+        if (matched := getattr(resolve(self.method.removesuffix(PINNED)).selector, "matched", None)) is None:
             return self.method
         both = (self._tensor(ids)[0] for ids in (text.ids, question))
         chosen = matched(*both, self.loaded.model.get_input_embeddings())
@@ -363,8 +372,8 @@ class Subject:
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(ids)], dtype=torch.long, device=self.loaded.model.device)
 
-    def _cache(self, context: int) -> Any:
-        return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
+    def _cache(self, context: int, pinned: int = 0) -> Any:
+        return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk, pinned)
 
     def _full(self, context: int) -> Any:
         """Return a cache for scoring texts. Raises UsageError for a peer that reads the text itself."""

@@ -20,7 +20,7 @@ from kvkeep_lab.figures import FilePath
 from kvkeep_lab.latex import booktabs
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.provenance import commit, version
-from kvkeep_lab.reading import whole_bytes
+from kvkeep_lab.reading import PINNED, whole_bytes
 from kvkeep_lab.reference import ReferenceRow, cases, check_fits, compare
 from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, Trial, part, unique
@@ -78,8 +78,15 @@ class Compare(Study):
         "a prompt is raw by default",
     )
     chunk: int | None = Field(None, ge=1, description="prompt tokens processed in one pass")
+    pin: int | None = Field(
+        None, ge=1, description="number of first tokens that methods with +pinned (h2o+pinned) never evict"
+    )
 
     def check(self, files: Sequence[Path]) -> None:
+        if (self.pin is not None) != any(name.endswith(PINNED) for name in self.methods):
+            raise UsageError(
+                "--pin N and a method with +pinned (-x h2o,h2o+pinned) belong together; give both or none."
+            )
         if not files:
             question(None, self.prompt)
         if self.seeds is not None and not (files and self.limit):
@@ -107,7 +114,14 @@ class Compare(Study):
             full_bytes = whole_bytes(trial.model, len(ids) + self.new)
             try:
                 one = compare(
-                    trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress, measured=measured
+                    trial.model,
+                    ids,
+                    listed,
+                    new=self.new,
+                    chunk=self.chunk,
+                    pinned=self.pin or 0,
+                    progress=progress,
+                    measured=measured,
                 )
             except Interruption as stop:
                 found.passages.append(Passage(text, seed, replace(stop.found, whole_bytes=full_bytes)))

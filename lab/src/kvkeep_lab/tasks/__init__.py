@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvkeep_lab.tasks.base import Task
 from kvkeep_lab.tasks.bfcl import Bfcl
+from kvkeep_lab.tasks.instructions import Instructions
 from kvkeep_lab.tasks.lm_eval import LmEval
 from kvkeep_lab.tasks.locomo import Locomo
 from kvkeep_lab.tasks.longbench import LongBench
@@ -20,6 +21,7 @@ TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
         Bfcl, LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
+        Instructions, LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
         Perplexity, Ruler, Summary,
     )
 }  # fmt: skip

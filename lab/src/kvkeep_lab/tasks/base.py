@@ -67,6 +67,9 @@ class Sample:
     """Its token ids."""
     facts: dict[str, Any] = field(default_factory=dict)
     """The data by which the answer is scored."""
+    instructions: int = 0
+    """The number of its first tokens that are instructions, which methods with '+pinned' pin; 0: the task does not say
+    which."""
 
 
 @dataclass(frozen=True)
