@@ -109,7 +109,7 @@ class KVPress(Scored):
         )
         # Some presses keep int(n * (1 - ratio)) entries. Half an entry is added so that this is the budget.
         scorer.compression_ratio = max(0.0, 1 - (entries.budget + 0.5) / order.shape[1])
-        _offset.set(entries.length - entries.new)
+        _offset.set(int(entries.length) - entries.new)
         with _explained(scorer, f"score {order.shape[1]} entries by {entries.new} queries in layer {entries.layer}"):
             scores = scorer.score(module, hidden, keys, values, None, kwargs).flatten(0, 1).float()
             return entries.scores.scatter(1, order, scores.nan_to_num(-HIGHEST).clamp(-HIGHEST, HIGHEST))

@@ -38,8 +38,9 @@ class Candidates:
     """The selector's scores, float32; None before the first."""
     first: Tensor | int
     """(lanes, 1), the first real slot of each lane's row; 0 where there is no padding."""
-    length: int
-    """Slots of the sequence, the new ones included."""
+    length: int | Tensor
+    """Slots of the sequence, the new ones included. A tensor without dimensions, on the device, in a pass that is
+    captured: a selector that reads it on the host (``int(length)``) is not captured."""
     new: int
     """The number of new entries."""
     budget: int

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.memory.clock import Clock
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Buffer
 
@@ -24,6 +28,7 @@ class Ledger:
         self.length = 0  # slots recorded so far
         self.batch = 0  # rows
         self.device = torch.device("cpu")  # device of the last tokens
+        self.clock: Clock | None = None  # in a pass that is captured, or compared with one
         # State of the current forward pass; None: no padding.
         self.visible: Tensor | None = None  # (batch, slots) bool
         self.first: Tensor | None = None  # (batch,), the first slot that is not padding
@@ -39,17 +44,37 @@ class Ledger:
         tokens = ids if ids is not None else embeddings
         assert tokens is not None
         (self.batch, count), self.device = tokens.shape[:2], tokens.device
-        if positions is None:
-            positions = torch.arange(self.length, self.length + count, device=tokens.device).unsqueeze(0)
-        if positions.ndim != 2:
+        if positions is not None and positions.ndim != 2:
             raise UnsupportedModelError(
                 "Positions of several axes (multimodal rotary) are not supported yet; use method 'full'."
             )
         if self.records:
+            if positions is None:
+                positions = torch.arange(self.length, self.length + count, device=tokens.device).unsqueeze(0)
             self.positions.append(positions.expand(self.batch, -1).unsqueeze(-1).int())
             self.ids.append((ids if ids is not None else tokens.new_zeros(self.batch, count)).unsqueeze(-1).int())
         self.length += count
         self._see(mask[:, : self.length] if mask is not None and mask.ndim == 2 else None)
+
+    @contextmanager
+    def counting(self, clock: Clock) -> Iterator[None]:
+        """Within the block, operators read the token's slot from the device."""
+        self.clock = clock
+        try:
+            yield
+        finally:
+            self.clock = None
+
+    def number(self, slots: int) -> int | Tensor:
+        """Return a slot, or a number of slots, as operators of the present pass take it: a tensor on the device in a
+        pass that is captured."""
+        return slots if self.clock is None else self.clock.of(slots)
+
+    def slots(self, first: int, count: int, device: torch.device) -> Tensor:
+        """Return the slots from ``first`` on, (count,) int32, as :meth:`number` does."""
+        if self.clock is None:
+            return torch.arange(first, first + count, dtype=torch.int32, device=device)
+        return torch.arange(count, dtype=torch.int32, device=device) + self.clock.of(first)
 
     def _see(self, mask: Tensor | None) -> None:
         """Record padding from a mask (batch, slots), read once on the host."""

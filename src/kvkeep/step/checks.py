@@ -121,7 +121,7 @@ def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
             raise BadCall("ranks must come with slots, one for each lane and column of the bank")
     elif not 0 <= append.row <= bank.rows - tokens:
         raise BadCall("a new entry must take a column of its bank")
-    if not 0 <= slot <= _SLOTS - tokens:
+    if not isinstance(slot, Tensor) and not 0 <= slot <= _SLOTS - tokens:
         raise BadCall("the slot of a new entry must be a number of 31 bits")
     if evict is not None and not 0 <= evict.row <= bank.evicted_rows - evicts:
         raise BadCall("evicted entries must be copied to a row of each lane")

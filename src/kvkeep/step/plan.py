@@ -227,8 +227,9 @@ class LayerStep(NamedTuple):
 
     append: Destination
     """Where the new entry is written; the entry in that row is evicted."""
-    slot: int = 0
-    """The slot of the new entry, or of the first one."""
+    slot: int | Tensor = 0
+    """The slot of the new entry, or of the first one. A tensor without dimensions, on the device, in a pass that is
+    captured: :mod:`kvkeep.step.torch` reads it there."""
     ranks: Tensor | None = None
     """(lanes, columns), for the library float32 or int32. The new entry takes the row of lowest rank; rows with slot -1
     come first. None: it takes ``append.row``."""

@@ -38,10 +38,10 @@ class LRU(Selector):
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Return the time: tokens so far, padding included."""
-        return torch.full(entries.slots.shape, float(entries.length), device=keys.device)
+        return torch.zeros(entries.slots.shape, device=keys.device).add_(entries.length)
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Return the scores, with the present time for the entries that were used."""
         assert entries.scores is not None
         used = weights >= (self.threshold or 1 / (entries.length - entries.first))
-        return entries.scores.masked_fill(used, float(entries.length))
+        return entries.scores.masked_fill(used, entries.length)

@@ -73,7 +73,8 @@ class Ranking:
         by_lane: Tensor | int = 0 if first is None else first if bank is None else bank.of(first)
         columns = self.banks.columns if bank is None else bank.columns
         budget = max(0, columns - self.pinned)
-        return Candidates(slots, scores, by_lane, length, new, budget, self.banks.heads, self.layer)
+        number = self.ledger.number(length)
+        return Candidates(slots, scores, by_lane, number, new, budget, self.banks.heads, self.layer)
 
     def rank(self, entries: Candidates) -> Tensor:
         """Return the selector's ranks; those of pinned entries are above all others."""
@@ -157,7 +158,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
         left = every.each(lambda rows: rows.new_empty(len(rows), 1, *rows.shape[2:]))
     step = LayerStep(
         Destination(bank.keys, bank.values, 0, bank.slots, bank.scores, bank.extra, bank.newest),
-        new.first,
+        ranking.ledger.number(new.first),
         rank.contiguous(),
         ranking.selector.may_tie or ranking.scored,  # estimates that return may be equal
         None if scores is None else scores.float().contiguous().flatten(),

@@ -158,7 +158,7 @@ class Selected(WorkingSet):
             return None
         evicted, evict, seen = share
         spans = [*evicted, Span(bank.keys, bank.values, 0, used + (not evicts))]
-        return LayerStep(append, self.length, evict=evict, attend=spans, seen=seen)
+        return LayerStep(append, self.ledger.number(self.length), evict=evict, attend=spans, seen=seen)
 
     def _plan_scored(self) -> LayerStep | None:
         """Return the step of a selector whose scores of new entries are known before their keys. Lanes may have
@@ -170,7 +170,7 @@ class Selected(WorkingSet):
             grows = bank.used == bank.columns < bank.budget
             if not bank.columns or bank.gaps or bank.extra is not None or grows:
                 return None
-        slots = torch.full((self.banks.lanes, 1), slot, dtype=torch.int32, device=self.banks.banks[0].slots.device)
+        slots = self.ledger.slots(slot, 1, self.banks.banks[0].slots.device).expand(self.banks.lanes, 1)
         entries = self.ranking.candidates(None, slots, None, slot + 1, 1)
         arriving = self.selector.arrive(entries, self.banks.banks[0].keys).float()
         for bank in self.banks:
@@ -189,7 +189,8 @@ class Selected(WorkingSet):
                 (evicted, evict, seen), by = share, None if ranks is None else ranks[lanes]
                 spans = [*evicted, Span(keys, values, 0, bank.used + (not evicts))]
                 fresh = scores[lanes].flatten()
-                parts.append(LayerStep(append, slot, by, oldest, fresh, evict, spans, seen, first_lane=first_lane))
+                number = self.ledger.number(slot)
+                parts.append(LayerStep(append, number, by, oldest, fresh, evict, spans, seen, first_lane=first_lane))
         first, *others = sorted(parts, key=lambda part: part.first_lane)
         return first._replace(others=others) if others else first
 
@@ -212,7 +213,7 @@ class Selected(WorkingSet):
 
         def slots() -> Tensor:
             """Return the slots of all lanes."""
-            numbers = torch.arange(first, first + keys.shape[1], dtype=torch.int32, device=keys.device)
+            numbers = self.ledger.slots(first, keys.shape[1], keys.device)
             if (visible := self.ledger.visible_by(self.banks.heads)) is None:
                 return numbers.expand(len(keys), -1)
             return torch.where(visible[:, 0, 0, first : first + keys.shape[1]], numbers, -1)
