@@ -40,6 +40,11 @@ class Reader(Part):
         them."""
         return None
 
+    def layout(self, layer: Any) -> Sequence[Any] | None:
+        """Return the layer's :meth:`~kvkeep.contracts.resident.Resident.layout`, if the reader itself has no part in
+        it; else None."""
+        return None
+
     def commit(self, layer: Any) -> None:
         """Note that the next token of the step of :meth:`plan` has run. An interrupted call can be repeated."""
         if layer.resident.length == layer.length:

@@ -52,6 +52,12 @@ class Resident(Part):
     def commit(self) -> None:
         """Note that the next token of the step of :meth:`plan` has run."""
 
+    def layout(self) -> Sequence[Any] | None:
+        """Return the tensors of the entries and all numbers that decide what a step of one token does, but for the
+        length of the text. While they are the same, every step runs the same operators, in place, and :meth:`commit`
+        is all that remains for the host. None where that is not so."""
+        return None
+
     def spans(self) -> Sequence[Span] | None:
         """Return views of all entries; None where a later query does not see all of them."""
         return None
@@ -111,6 +117,10 @@ class WorkingSet(Resident):
     selector: Selector
     banks: Any
     length: int  # slots of the text
+
+    def layout(self) -> Sequence[Any] | None:
+        """Return the tensors of the banks, and how many of their columns are used or empty."""
+        return [one for bank in self.banks for one in (*bank.tensors(), bank.used, bank.gaps)]
 
     @abstractmethod
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:

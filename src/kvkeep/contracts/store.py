@@ -32,6 +32,11 @@ class EvictedStore(Part):
     """The store merges resident entries until new ones fit (:meth:`make_room`), instead of taking evicted ones."""
 
     @property
+    def idle(self) -> bool:
+        """Whether the store has no part in a step."""
+        return not (self.keeps or self.listens or self.watches or self.merges or self.makes_room)
+
+    @property
     def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
         return 0
@@ -43,8 +48,7 @@ class EvictedStore(Part):
         """Return what a step reads of this store; None where the store cannot plan it. evicts: how many entries of each
         lane it evicts. The step copies them to the places where :meth:`take` would put them. append: where the new
         entries of the lanes from ``first_lane`` on are written."""
-        more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
-        return None if more else _NOTHING
+        return _NOTHING if self.idle else None
 
     def commit(self) -> None:
         """Note that a step of :meth:`plan` that evicts has run. It wrote the slots beside the entries."""

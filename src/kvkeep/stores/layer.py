@@ -282,6 +282,12 @@ class ReadEvicted(Reader):
         step: LayerStep | None = layer.resident.plan(count)
         return step
 
+    def layout(self, layer: Layer) -> Sequence[Any] | None:
+        if not layer.heads or layer.pending is not None or not layer.evicted.idle:
+            return None
+        found: Sequence[Any] | None = layer.resident.layout()
+        return found
+
     def _attended_where_it_lies(self, layer: Layer, step: AttentionInputs) -> Tensor | None:
         """Attend to the settled entries in one call of the library, and let the selector and the store learn. None
         where some of them are masked or temporary, or where the library cannot read them."""

@@ -83,9 +83,9 @@ class Bank:
 
     def score(self, scores: Tensor) -> None:
         """Replace the scores of the columns in use."""
-        if self.used == self.columns:
+        if self.used == self.columns and scores.device.type == "cpu":
             self.scores = scores
-        else:
+        else:  # in place: a graph of CUDA finds them there
             self.scored()[:, : self.used] = scores
 
     def move_beside(self, slots: Tensor, scores: Tensor | None) -> None:

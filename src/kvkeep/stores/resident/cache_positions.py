@@ -8,6 +8,9 @@ model's last one, ``base`` grows, and the entries are rotated back once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,16 +48,25 @@ class CachePositions:
         if length + count - self.base > self.limit:
             self.base = length - self.entries
         current = self._next.to(ordinals.device)
-        self._next = torch.maximum(current, ordinals[:, -1] + 1 - self.entries)
+        later = torch.maximum(current, ordinals[:, -1] + 1 - self.entries)
+        self._next = _kept(current, later) if count == 1 else later
         # A single token evicts before it is attended, a chunk afterwards.
         self.gap = self._next if count == 1 else current
         if not self._moved and length + (count == 1) > self.entries:
             self._moved = bool((self.gap > 0).any())  # slots may be padding
-        self._before = self._turned.to(ordinals.device)
-        self._turned = self._before | (self.gap > 0)
+        turned = self._turned.to(ordinals.device)
+        self._before = turned if turned.device.type == "cpu" else turned.clone()
+        self._turned = _kept(turned, turned | (self.gap > 0))
         self._placed.clear()
         self._angles.clear()
         return ordinals - self.base
+
+    def layout(self, length: int) -> Sequence[Any] | None:
+        """Return what decides a step of one token after ``length`` slots, as
+        :meth:`~kvkeep.contracts.resident.Resident.layout` does; None where the step changes it."""
+        if not self._moved or length + 1 - self.base > self.limit:
+            return None
+        return [self.base, *self._bases.values(), self._next, self._turned]
 
     def place(self, layer: Layer) -> None:
         """Rotate the keys of ``layer`` to the positions of this step."""
@@ -85,7 +97,7 @@ class CachePositions:
             bank.sinks = came[:, 0].clone()
         else:
             turned = _by_lane(layer, bank, self._before)
-            bank.sinks = torch.where(turned[:, None, None], bank.sinks, came[:, 0])
+            bank.sinks = _kept(bank.sinks, torch.where(turned[:, None, None], bank.sinks, came[:, 0]))
 
     def _of(self, layer: Layer, number: int) -> tuple[Tensor, Tensor]:
         """Return the angles that rotate a bank's sinks to the window; layers of one type share them."""
@@ -140,6 +152,11 @@ class CachePositions:
 
     def truncate(self, length: int) -> None:
         self._next = self._next.clamp(max=max(0, length - self.sinks))
+
+
+def _kept(old: Tensor, new: Tensor) -> Tensor:
+    """Return ``new``, on a GPU in the memory of ``old``, where a graph of CUDA finds it."""
+    return new if new.device.type == "cpu" or old.shape != new.shape else old.copy_(new)
 
 
 def _by_lane(layer: Layer, bank: Bank, rows: Tensor) -> Tensor:
