@@ -18,6 +18,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.meter import Memory, Meter, resident_now
 from kvkeep.memory.rows import Rows
+from kvkeep.passes.graphs import StepGraph
 from kvkeep.passes.hooks import ForwardHooks, SessionPass
 from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.assembly import assemble
@@ -189,6 +190,7 @@ class KeepCache(RecurrentCache):
         self.stream = CacheStream((first or self.request).method, self.geometry, made, rereading)
         self.exact_tokens = self.stream.exact_tokens
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
+        self.graph = StepGraph(self.stream)
 
     def pin(self, count: int) -> None:
         """Pin the first ``count`` tokens of each row of the next text, padding not counted: their entries are never

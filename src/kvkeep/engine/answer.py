@@ -317,6 +317,8 @@ class Scheduler:
             for number, read in enumerate(reads)
             if self.packed and can_pack(read.cache) and read.cache.geometry.steady(None)
         ]
+        if len(shared) == 1 and _may_be_captured(reads[shared[0]]):
+            shared = []
         if shared:
             with self._priced([turn[number] for number in shared], [reads[number] for number in shared]):
                 results |= zip(shared, forward(self.model, [reads[number] for number in shared]), strict=True)
@@ -356,6 +358,8 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     record = cache.stream.record if isinstance(cache, KeepCache) else TextRecord()
     record.expect_more(read.cut)
     try:
+        if _may_be_captured(read) and (found := cache.graph.read(model, cache, read.ids[0])) is not None:
+            return found
         ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
         first = cache.get_seq_length()
         positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
@@ -371,6 +375,11 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
         return without_memory(read, error)
     finally:
         record.expect_more(False)
+
+
+def _may_be_captured(read: Read) -> bool:
+    """Return whether a graph of CUDA may run the pass over a read."""
+    return isinstance(read.cache, KeepCache) and read.cache.graph.possible and len(read.ids) == read.keep == 1
 
 
 def chunk_size(cache: KeepCache) -> int:

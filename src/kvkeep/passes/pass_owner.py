@@ -7,8 +7,8 @@ import threading
 
 from kvkeep.errors import UsageError
 
-_RUNNING = ("torch.nn.modules.module", "torch._dynamo.eval_frame")
-"""The code that calls a decoder, compiled or not: while a pass runs, its thread is within it."""
+_RUNNING = ("torch.nn.modules.module", "torch._dynamo.eval_frame", "kvkeep.passes.graphs")
+"""The code that calls a decoder, compiled or not, or a graph of it: while a pass runs, its thread is within it."""
 
 
 class PassOwner:

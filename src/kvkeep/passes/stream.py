@@ -159,10 +159,15 @@ class CacheStream:
 
     @outside_inference_mode
     def begin_forward(
-        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
+        self,
+        ids: Tensor | None,
+        embeddings: Tensor | None,
+        positions: Tensor | None,
+        mask: Any,
+        replayed: bool = False,
     ) -> Tensor | None:
-        """Record the tokens of a pass. Return the positions for the model; None: the model computes them. Raises
-        UsageError during another thread's pass."""
+        """Record the tokens of a pass. Return the positions for the model; None: the model computes them. replayed: a
+        graph of CUDA has them. Raises UsageError during another thread's pass."""
         self.owner.take()
         self.roll_back()
         if (new := embeddings if ids is None else ids) is not None and new.shape[1] > MAX_PLANNED:
@@ -196,7 +201,7 @@ class CacheStream:
         self.masks_itself = self.exact and not self._masked and self.first is None
         if self.checkpoint is not None and not self._drafting:
             self.checkpoint.begin_forward(embeddings is None, self._known)
-        if self.positions is None:
+        if self.positions is None or replayed:
             return positions
         if positions is None:
             positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
@@ -205,6 +210,8 @@ class CacheStream:
     def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool | Tensor:
         """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
         positions are the next ones. On a device the result is a tensor, because comparing would wait."""
+        if self.ledger.clock is not None:  # they are the clock's
+            positions = None
         given = [one for one in (positions, mask) if one is not None]
         if ids is None or any(not isinstance(one, Tensor) or one.ndim != 2 for one in given):
             return False
@@ -397,7 +404,7 @@ class CacheStream:
     def end_forward(self, completed: bool) -> None:
         """End the pass; after an exception it is rolled back where possible."""
         if not completed:
-            if self._drafting or not self.moving:
+            if (self._drafting or not self.moving) and self.ledger.clock is None:  # nothing is read while capturing
                 self.roll_back()
             return
         self.disk.check()
@@ -424,10 +431,11 @@ class CacheStream:
             listener(length)
 
     @outside_inference_mode
-    def roll_back(self, restoring: bool = False) -> None:
+    def roll_back(self, restoring: bool = False, computed: bool = True) -> None:
         """Undo an unfinished pass, and all drafts if it drafts. Hooks miss some interrupts, so this may run at the next
-        use. restoring: the caller then restores windows and recurrent states. Raises KvkeepError if the pass cannot be
-        undone, EntriesLost if entries on disk are lost, and UsageError during another thread's pass."""
+        use. restoring: the caller then restores windows and recurrent states. computed: False if it wrote nothing.
+        Raises KvkeepError if the pass cannot be undone, EntriesLost if entries on disk are lost, and UsageError during
+        another thread's pass."""
         self.owner.check()
         self.disk.check()
         if self.open:
@@ -446,7 +454,7 @@ class CacheStream:
             self.draft_passes.end()
         else:
             self.record.note_undone()
-            self._disturbed = self.observes and not self.method.recall.endless
+            self._disturbed = computed and self.observes and not self.method.recall.endless
             for layer in self.bounded:
                 layer.truncate(self._known)
             self.forget_from(self._known)

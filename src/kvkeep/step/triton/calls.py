@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from kvkeep.step import native
+from kvkeep.step.constants import on_device
 from kvkeep.step.plan import Segment, Span, Writes
 from kvkeep.step.triton import kernels
 from kvkeep.step.triton.tables import PageTable, alignment, divided, piece, readable_span
@@ -176,7 +177,7 @@ def launch(
     made = _Numbers.of(tasks, groups, lanes * tiles * rows if few else 0)
     device, dim, value_dim = query.tensor.device, tasks[0].spans[0].keys.shape[-1], tasks[0].spans[0].values.shape[-1]
     before = () if writing is None else writing.numbers
-    table = torch.tensor([*before, *made.tasks, *made.pieces]).to(device, non_blocking=True)
+    table = on_device([*before, *made.tasks, *made.pieces], device)
     tasks_at, anchor = table[len(before) :], table.view(query.tensor.dtype)
     lse = torch.empty(made.results, dtype=torch.float32, device=device)
     shapes = {"ROWS": rows, "V": padded(value_dim), "VALUE_DIM": value_dim}

@@ -1,0 +1,228 @@
+"""Decoding steps as graphs of CUDA: the whole forward pass over a token is captured once, and replayed for the tokens
+after it. On a GPU, a step of a small batch waits for Python and for launches, of which a replay has one.
+
+A graph repeats operators with the numbers and the memory of the pass that was captured. So a pass is captured only
+where nothing else changes from token to token:
+
+* The numbers that do change lie on the device: the token, and its slot (:class:`~kvkeep.memory.clock.Clock`).
+* The layout is what else decides a step: the tensors and numbers of all layers (``Reader.layout``), and the model's
+  modules. With another layout (after a crop, with another row, in a restored text) a pass runs without the graph.
+* Before, passes over single tokens are compared, operator by operator (:class:`~kvkeep.passes.operators.Operators`).
+  Two of them must have the same operators, numbers and memory, and the host may not wait for the device. So there is no
+  list of methods or models that can be captured.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+from kvkeep.memory.clock import Clock
+from kvkeep.models.adapter import decoder_of, layers_of, processes
+from kvkeep.models.forward import current_probe
+from kvkeep.passes.operators import Operators
+from kvkeep.passes.stream import CacheStream
+from kvkeep.step.constants import Constants
+
+TRIALS = 3
+"""How many passes are compared, at most: the first one copies numbers to the device, which later ones find there."""
+
+
+class StepGraph:
+    """Reads single tokens for the cache of ``stream``, by a graph once there is one."""
+
+    def __init__(self, stream: CacheStream) -> None:
+        self._stream = stream
+        geometry, layers = stream.geometry, stream.geometry.layers
+        full = [layer.index for layer in geometry.full_layers] == [layer.source for layer in layers]
+        dropped = stream.checkpoint is None and stream.draft_passes is None
+        dropped = dropped and not (stream.pass_hooks or stream.ledger.records or stream.states)
+        self.possible: bool = (
+            stream.device.type == "cuda" and stream.streams and full and dropped and geometry.steady(None)
+        )
+        """Whether steps may be captured at all: all layers drop what they evict, and the model is on a GPU."""
+        self._model: ModelParts | None = None
+        self._layout: StepLayout | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._graph: Any = None
+        self._logits: Tensor | None = None  # where the graph leaves them
+        self._token: tuple[Tensor, Clock, Constants] | None = None  # what changes, and what does not
+        self._seen: Operators | None = None  # what the pass before did, while passes are compared
+        self._tried, self._ready = 0, False
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph."""
+        return self._graph is not None
+
+    def read(self, model: Any, cache: Any, token: int) -> Tensor | None:
+        """Read the next token, and return its logits, (1, vocabulary). None: the caller reads it, without a graph.
+        cache: the stream's. Raises what a pass of ``model`` raises."""
+        if self.possible:
+            self._stream.owner.check()
+        before, self._layout = self._layout, self._layout_of(model)
+        if before is None or self._layout is None or not before.is_that_of(self._layout):
+            self._forget()
+            return None
+        if not (self._graph or self._ready or self._tried < TRIALS):
+            return None
+        if self._token is None:
+            device = self._stream.device
+            self._token = torch.zeros(1, 1, dtype=torch.int64, device=device), Clock(device), Constants()
+        ids, clock, _ = self._token
+        ids.fill_(token)
+        clock.set(self._stream.length)
+        if self._graph is not None:
+            return self._replay(ids)
+        return self._capture(model, cache) if self._ready else self._try(model, cache)
+
+    def _layout_of(self, model: Any) -> StepLayout | None:
+        """Return what decides the next pass; None if it cannot be captured."""
+        stream = self._stream
+        if not self.possible or stream.open or stream.rehearsing or stream.rereading is not None:
+            return None
+        if stream.ledger.batch != 1 or stream.ledger.visible is not None or current_probe() is not None:
+            return None
+        if self._model is None or self._model.model is not model or not self._model.unchanged():
+            self._model = ModelParts(model)
+        if self._model.refused:
+            return None
+        found = StepLayout(self._model)
+        given = [layer.reader.layout(layer) for layer in stream.bounded]
+        if stream.positions is not None:
+            given.append(stream.positions.layout(stream.length))
+        for parts in given:
+            if parts is None:
+                return None
+            found.add(parts)
+        return found
+
+    def _pass(self, model: Any, cache: Any) -> Tensor:
+        """Run the pass over the token."""
+        assert self._token is not None
+        ids, clock, constants = self._token
+        with self._stream.ledger.counting(clock), constants.used():
+            given = {"input_ids": ids, "position_ids": clock.positions, "cache": cache, "use_cache": True}
+            logits: Tensor = model(**given, logits_to_keep=1).logits[0]
+        return logits
+
+    def _try(self, model: Any, cache: Any) -> Tensor:
+        """Run the pass, and compare it with the one before."""
+        with Operators() as seen:
+            logits = self._pass(model, cache)
+        self._ready = self._seen is not None and not seen.waits and self._seen.notes == seen.notes
+        self._tried += 1
+        self._seen = seen if self._tried < TRIALS and not self._ready else None
+        return logits
+
+    def _capture(self, model: Any, cache: Any) -> Tensor | None:
+        """Capture the pass, and run it. None, after a warning: that was not possible, and the token is unread."""
+        graph, stream, length = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), self._stream.length
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                logits = self._pass(model, cache)
+            graph.replay()
+        except BaseException as error:
+            torch.cuda.set_stream(stream)  # torch leaves its own one where the capture cannot be ended
+            self._undo(cache, length)
+            if not isinstance(error, Exception):
+                raise
+            self._ready, self._tried = False, TRIALS
+            warnings.warn(
+                f"CUDA did not capture a step of '{self._stream.method.name}' ({type(error).__name__}), so steps run "
+                "without a graph.",
+                stacklevel=2,
+            )
+            return None
+        self._graph, self._logits = graph, logits
+        return logits.clone()
+
+    def _undo(self, cache: Any, length: int) -> None:
+        """Undo a pass that was captured, and has not run: only numbers of the host have changed."""
+        if self._stream.open:
+            self._stream.roll_back(computed=False)
+        elif (more := self._stream.length - length) > 0:
+            cache.crop(-more)
+
+    def _replay(self, ids: Tensor) -> Tensor:
+        """Run the graph, and note on the host what the pass has done."""
+        stream, completed = self._stream, False
+        assert self._logits is not None
+        stream.record.grow_to(stream.length + 1)
+        stream.admit(1)
+        stream.begin_forward(ids, None, None, None, replayed=True)
+        try:
+            self._graph.replay()
+            for layer in stream.bounded:
+                layer.commit()
+            completed = True
+        finally:
+            stream.end_forward(completed)
+            stream.owner.leave()
+        return self._logits.clone()
+
+
+class StepLayout:
+    """Tensors and numbers that decide a pass. It does not keep the tensors alive: a cache may replace them."""
+
+    def __init__(self, model: ModelParts) -> None:
+        self._key, self._parts = [id(model)], [weakref.ref[Any](model)]
+
+    def add(self, parts: Sequence[Any]) -> None:
+        """Add more of them."""
+        self._key += [one if isinstance(one, int) else id(one) for one in parts]
+        self._parts += [weakref.ref(one) for one in parts if not isinstance(one, int)]
+
+    def is_that_of(self, later: StepLayout) -> bool:
+        """Return whether ``later`` has the same tensors and numbers."""
+        return self._key == later._key and all(one() is not None for one in self._parts)
+
+
+class ModelParts:
+    """The modules of a model, its parameters and buffers: a graph has their memory, and runs none of their hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        """The model."""
+        modules, decoder = [*model.modules()], decoder_of(model)
+        parts = [part for one in modules for part in (one._modules, one._parameters, one._buffers)]
+        self._tables: list[dict[str, Any]] = [one for one in parts if one]
+        self._hooks = [*chain.from_iterable((one._forward_hooks, one._forward_pre_hooks) for one in modules)]
+        self._tensors = [*model.parameters(), *model.buffers()]
+        own_hooks = 2 + 2 * (decoder is not model) + len(layers_of(decoder))
+        compiled = any(one._compiled_call_impl is not None for one in modules) or hasattr(model, "_orig_mod")
+        switched = any(hasattr(one, "_active_adapter") for one in modules)  # adapters of peft, by numbers of Python
+        self.refused = compiled or switched or processes(model) > 1 or self._hook_count() != own_hooks
+        """Whether a graph would leave out what a pass of the model does."""
+        self._before = self._parts()
+        try:
+            self._numbers = self._numbers_now()
+        except RuntimeError:  # a tensor has no address
+            self.refused, self._tensors = True, []
+            self._numbers = self._numbers_now()
+
+    def unchanged(self) -> bool:
+        """Return whether modules, hooks and tensors are the same, and the modes of torch."""
+        now = self._parts()
+        same = len(now) == len(self._before) and all(map(is_, now, self._before))
+        return same and self._numbers == self._numbers_now()
+
+    def _parts(self) -> list[Any]:
+        return [*chain.from_iterable([one.values() for one in self._tables])]
+
+    def _numbers_now(self) -> list[int]:
+        modes = torch.is_autocast_enabled("cuda"), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return [*modes, self.model.training, self._hook_count(), *[one.data_ptr() for one in self._tensors]]
+
+    def _hook_count(self) -> int:
+        return sum(map(len, self._hooks)) + bool(torch_modules._has_any_global_hook())

@@ -1,0 +1,75 @@
+"""Numbers for kernels lie in the same memory in every pass that a graph may repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerator import DEVICE
+from families import tiny
+from helpers import prompt, step
+from torch import Tensor
+
+from kvkeep import KeepCache
+from kvkeep.engine.answer import forward_one
+from kvkeep.engine.batch import Read
+from kvkeep.passes import graphs
+from kvkeep.step import choice
+from kvkeep.step.constants import Constants, on_device
+
+
+def test_equal_numbers_are_in_the_memory_of_the_pass_before() -> None:
+    constants, found = Constants(), list[list[Tensor]]()
+    for lists in ([[1, 2], [3]], [[1, 2], [3]], [[1, 2], [4]], [[1, 2], [4]]):
+        with constants.used():
+            found.append([on_device(numbers, DEVICE) for numbers in lists])
+        assert [one.tolist() for one in found[-1]] == lists
+    first, second, third, last = found
+    assert first[0] is second[0] is third[0] is last[0] and first[1] is second[1]
+    assert third[1] is not first[1] and third[1] is last[1]
+    assert on_device([1, 2], DEVICE) is not first[0]
+
+
+class NotedKernel:
+    """A kernel that notes its launches: the grid, all numbers, and the address of the table."""
+
+    def __init__(self, kernel: Any, launches: list[Any]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            numbers = [one for one in args if not isinstance(one, Tensor)]
+            self.launches.append((grid, args[0].data_ptr(), args[0].tolist(), numbers, options))
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["window", "knorm"])
+def test_passes_that_are_compared_launch_kernels_with_the_same_numbers(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By triton's interpreter. A graph repeats launches with the numbers and the table that they had."""
+    pytest.importorskip("triton")
+    from kvkeep.step import triton as kernels
+    from kvkeep.step.triton import kernels as compiled
+
+    launches = list[Any]()
+    monkeypatch.setattr(choice, "kernels_of", lambda device: kernels)
+    for name in ("attend_block", "combine"):
+        monkeypatch.setattr(compiled, name, NotedKernel(getattr(compiled, name), launches))
+    model, ids = tiny("llama", layers=1).to(DEVICE), prompt(1, 40)
+    ours, theirs = (KeepCache(model, method, 16) for _ in range(2))
+    monkeypatch.setattr(ours.graph, "possible", True)
+    for one in (ours, theirs):
+        step(model, one, ids[:, :30].to(DEVICE))
+    passes = []
+    for token in ids[0, 30 : 31 + graphs.TRIALS].tolist():
+        launches.clear()
+        found = forward_one(model, Read(ours, [token]))
+        passes.append([*launches])
+        assert isinstance(found, Tensor)
+        torch.testing.assert_close(found, step(model, theirs, torch.tensor([[token]]).to(DEVICE))[0], rtol=0, atol=0)
+    assert len(passes[-1]) >= 2 * len(model.model.layers) and passes[-2] == passes[-1]
