@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
+from kvkeep.engine.answer import forward_one
+from kvkeep.engine.batch import Read
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep.policies.names import STOCK
@@ -23,6 +25,8 @@ from kvkeep.stock import memory_of, new_cache
 from kvkeep_lab.limits import entry_bytes
 from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 
+WARM_UP = 6
+"""Steps before those that are timed, if a graph of CUDA may run them: those before it is captured, and the capture."""
 NAIVE = "naive"
 """Without a cache: the complete sequence is computed again for every token."""
 
@@ -193,7 +197,9 @@ def _measure(
         return
     cache = new_cache(model, case.method, **case.options)
     prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
-    timed(model, ids[:, :1], cache)  # the first step warms up
+    warm_up = WARM_UP if may_be_captured(cache, ids[:, :1]) else 1
+    for _ in range(warm_up):
+        timed(model, ids[:, :1], cache)
     meter = cache.meter if isinstance(cache, KeepCache) else None
     before = meter.merging_s if meter else 0.0
     seconds = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache, clock))
@@ -201,7 +207,7 @@ def _measure(
     samples.steps += seconds
     samples.merging += meter.merging_s - before if meter else 0.0
     samples.memory = asdict(memory_of(cache)) | peak()
-    samples.entry_bytes = entry_bytes(cache, (case.reads or case.length) + 1 + len(seconds), case.batch)
+    samples.entry_bytes = entry_bytes(cache, (case.reads or case.length) + warm_up + len(seconds), case.batch)
 
 
 def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:
@@ -232,11 +238,22 @@ def random_ids(model: Any, length: int, batch: int = 1, seed: int = 0) -> Tensor
 
 def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds by ``clock`` of a pass over ``ids`` (batch, tokens), including its last logits."""
+    token = ids[0].tolist() if may_be_captured(cache, ids) else None
     synchronize(ids.device)  # excludes the device's earlier work
     start = clock()
-    logits = model(ids, cache=cache, use_cache=cache is not None, logits_to_keep=1).logits
-    logits[0, -1, 0].item()  # waits for the device
+    if token is None:
+        logits: Tensor | Exception = model(ids, cache=cache, use_cache=cache is not None, logits_to_keep=1).logits[0]
+    else:
+        logits = forward_one(model, Read(cache, token))
+    if isinstance(logits, Exception):
+        raise logits
+    logits[-1, 0].item()  # waits for the device
     return clock() - start
+
+
+def may_be_captured(cache: Any, ids: Tensor) -> bool:
+    """Return whether a graph of CUDA may run the pass over ``ids``."""
+    return isinstance(cache, KeepCache) and cache.graph.possible and ids.numel() == 1
 
 
 def synchronize(device: torch.device) -> None:
