@@ -125,7 +125,7 @@ class _Capture(TorchDispatchMode):
 
 
 @contextmanager
-def _captured(graph: CapturedGraph, capture_error_mode: str = "global") -> Iterator[None]:
+def _captured(graph: CapturedGraph, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     capture = _Capture(graph)
     try:
         with capture:

@@ -21,6 +21,7 @@ from conftest import tokenizer
 from families import tiny
 from helpers import assert_near, padded, prompt
 from pretended_gpu import GPU, PretendedGpu, on_gpu
+from pretended_graphs import pretended_graphs
 from torch import Tensor
 
 import kvkeep
@@ -117,7 +118,7 @@ recurrence of this one rounds more."""
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[PretendedGpu]:
-    with PretendedGpu() as entered:
+    with PretendedGpu() as entered, pretended_graphs():
         yield entered
 
 

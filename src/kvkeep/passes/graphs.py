@@ -127,13 +127,16 @@ class StepGraph:
 
     def _capture(self, model: Any, cache: Any) -> Tensor | None:
         """Capture the pass, and run it. None, after a warning: that was not possible, and the token is unread."""
-        graph, stream, length = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), self._stream.length
+        device, length = self._stream.device, self._stream.length
+        before = torch.cuda.current_stream(device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            graph = torch.cuda.CUDAGraph()
+            # torch's own stream may be of another GPU
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 logits = self._pass(model, cache)
             graph.replay()
         except BaseException as error:
-            torch.cuda.set_stream(stream)  # torch leaves its own one where the capture cannot be ended
+            torch.cuda.set_stream(before)  # torch leaves the other one where a capture cannot be ended
             self._undo(cache, length)
             if not isinstance(error, Exception):
                 raise
