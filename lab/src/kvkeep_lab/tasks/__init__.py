@@ -20,8 +20,7 @@ from kvkeep_lab.tasks.summary import Summary
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        Bfcl, LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
-        Instructions, LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
+        Bfcl, Instructions, LmEval, Locomo, LongBench, LongBenchV2, Match, Needle, Needles, Novel, NovelRephrased,
         Perplexity, Ruler, Summary,
     )
 }  # fmt: skip
