@@ -24,7 +24,7 @@ from kvkeep.engine.batch import Read, can_pack, forward, without_memory
 from kvkeep.engine.bounded_drafts import BoundedDrafts
 from kvkeep.engine.drafts import Copies, Drafter, PassPrices, can_draft, expect_drafts, max_drafts, take_back
 from kvkeep.engine.pieces import AnswerText, TextPiece
-from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling
+from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling, likeliest
 from kvkeep.models.adapter import decoder_of
 from kvkeep.passes.record import TextRecord
 
@@ -134,7 +134,7 @@ class Answer:
             try:
                 for row, draft in zip(logits, [*drafts, None], strict=True):
                     exact.append(sampler.scores(ids, row[None])[0])
-                    self.take(int(exact[-1].argmax()), row)
+                    self.take(likeliest(exact[-1]), row)
                     if sampler.processors:
                         ids = torch.cat([ids, ids.new_tensor([self.tokens[-1:]])], 1)
                     if self.reason or self.tokens[-1] != draft:
