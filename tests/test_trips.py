@@ -32,8 +32,12 @@ LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/
 """The library is chosen and called, whatever it does."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
 """The model computes, and is asked once what it can do."""
-CHECKS = ("models/chunks.py", "models/same_text.py", "passes/pass_owner.py", "step/checks.py")
-"""An input is compared with what its cache has read, and a thread and a step are checked."""
+CHECKS = (
+    "models/chunks.py", "models/same_text.py", "passes/graphs.py", "passes/pass_owner.py", "passes/repeated_steps.py",
+    "step/checks.py",
+)  # fmt: skip
+"""An input is compared with what its cache has read, a thread and a step are checked, and earlier steps are looked
+for."""
 FILES = ("files.py", "models/folders.py")
 """A checkpoint on disk has a folder."""
 ANSWER = ("engine/sampling.py", "passes/record.py", "stores/dynamic.py", "stock.py", "report.py", "errors.py")

@@ -28,6 +28,7 @@ from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.pass_owner import PassOwner
 from kvkeep.passes.record import TextRecord
+from kvkeep.passes.repeated_steps import RepeatedSteps
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
 from kvkeep.reconstruction import Rereading
@@ -83,7 +84,7 @@ class CacheStream:
         self._entry_bytes = [layer.entry_elements * geometry.dtype_bytes for layer in geometry.layers]
         self._disturbed = False  # whether a lossy method's pass was undone, and no pass has followed
         self._planned = NO_STEPS  # and not committed
-        self._earlier = dict[int, TextSteps]()  # by their number of tokens: steps that may apply again
+        self._repeated = RepeatedSteps(made.layers)
         self._wrote: Callable[[LayerStep], bool] = _none
         self._masked = False  # whether the caller's mask masks more than padding
 
@@ -171,7 +172,7 @@ class CacheStream:
         self.owner.take()
         self.roll_back()
         if (new := embeddings if ids is None else ids) is not None and new.shape[1] > MAX_PLANNED:
-            self._earlier.clear()  # memory grows
+            self._repeated.forget()  # memory grows
         if self._disturbed:
             self._disturbed = False
             warnings.warn(
@@ -245,7 +246,7 @@ class CacheStream:
             return NO_STEPS
         if count > 1 and (not self.exact or count > MAX_PLANNED):
             return NO_STEPS
-        if (again := self._again(count)) is not None:
+        if (again := self._repeated.again(count)) is not None:
             self._planned = again
             return again
         steps, groups = dict[int, LayerStep](), dict[Hashable, list[tuple[int, LayerStep, Any]]]()
@@ -264,19 +265,8 @@ class CacheStream:
         if steps:
             self._planned = MovedSteps(made := TextSteps(steps))
             if not self.streams:
-                self._earlier[count] = made
+                self._repeated.keep(count, made)
         return self._planned
-
-    def _again(self, count: int) -> MovedSteps | None:
-        """Return earlier steps of so many tokens, if all layers take them again, so that they need not be planned for
-        each token. Otherwise forget earlier steps, which hold memory that the layers may no longer use."""
-        if (earlier := self._earlier.get(count)) is not None:
-            by_layer = earlier.by_layer
-            rows = {self.layers[index].follows(step) for index, step in by_layer.items()}
-            if len(rows) == 1 and (moved := rows.pop()) is not None:
-                return MovedSteps(earlier, moved)
-            self._earlier.clear()
-        return None
 
     @property
     def _plannable(self) -> bool:
@@ -474,7 +464,7 @@ class CacheStream:
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
         self.record.forget_from(length)
-        self._earlier.clear()
+        self._repeated.forget()
         if not self.streams:
             return
         self.ledger.truncate(length)
@@ -488,7 +478,7 @@ class CacheStream:
         :meth:`roll_back`."""
         self.roll_back()
         self.disk.check(compare=True)  # digests are made anew of what is copied
-        self._earlier.clear()
+        self._repeated.forget()
         self.record.select(index.tolist())
 
     def abandon(self) -> None:

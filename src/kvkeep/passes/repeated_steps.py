@@ -1,0 +1,34 @@
+"""The steps of a text whose layers evict nothing: planned once for a page, and moved for each token after that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvkeep.step.plan import MovedSteps, TextSteps
+
+
+class RepeatedSteps:
+    """Steps that may apply again to the next tokens of a text. layers: those of its cache."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        self._steps: dict[int, TextSteps] = {}  # by their number of tokens
+
+    def keep(self, count: int, steps: TextSteps) -> None:
+        """Keep the steps of ``count`` tokens."""
+        self._steps[count] = steps
+
+    def again(self, count: int) -> MovedSteps | None:
+        """Return earlier steps of ``count`` tokens, moved to the next ones, if all layers take them again. Otherwise
+        forget all steps, which hold memory that the layers may no longer use."""
+        if (steps := self._steps.get(count)) is not None:
+            rows = {self._layers[layer].follows(step) for layer, step in steps.by_layer.items()}
+            if len(rows) == 1 and (moved := rows.pop()) is not None:
+                return MovedSteps(steps, moved)
+            self.forget()
+        return None
+
+    def forget(self) -> None:
+        """Forget all steps, because the layers' memory changes."""
+        self._steps.clear()
