@@ -56,6 +56,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon_h1": lambda: hf.FalconH1Config(**COMMON | _MAMBA, mamba_d_ssm=64),
 }  # fmt: skip
 
+_WIDE = COMMON | {"intermediate_size": 64, "head_dim": 16}
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "exaone4": lambda: hf.Exaone4Config(**_WIDE, sliding_window=16, sliding_window_pattern=2),  # no norms before
+    "ernie4_5": lambda: hf.Ernie4_5Config(**_WIDE, num_layers=4),  # rotates pairs, and rounds only the sum
+    "glm4": lambda: hf.Glm4Config(**_WIDE | _HALF),  # rotates pairs of half of each head
+    "glm4_moe": lambda: hf.Glm4MoeConfig(**_WIDE | _HALF, first_k_dense_replace=4, use_qk_norm=True),
+    "granite": lambda: hf.GraniteConfig(**_WIDE, residual_multiplier=0.3, attention_multiplier=0.2),
+    "hunyuan_v1_dense": lambda: hf.HunYuanDenseV1Config(**_WIDE),  # rotates before its norms
+    "olmo2": lambda: hf.Olmo2Config(**COMMON | {"intermediate_size": 64}),  # norms of all heads
+    "phi3": lambda: hf.Phi3Config(**COMMON | {"intermediate_size": 64}, partial_rotary_factor=0.5, sliding_window=20),
+    "smollm3": lambda: hf.SmolLM3Config(**_WIDE, no_rope_layer_interval=2),  # half of its layers rotate nothing
+}  # fmt: skip
+"""Families whose layers differ from Llama's, of widths that the native library multiplies."""
+
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
         **COMMON | _MAMBA, layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=4,

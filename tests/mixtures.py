@@ -30,7 +30,19 @@ MIXTURES = {
         moe_layer_start_index=0,
     ),
     "minimax_m2": lambda: hf.MiniMaxM2Config(
-        **COMMON | {"intermediate_size": 32}, head_dim=16, num_local_experts=8, num_experts_per_tok=2
+        **COMMON | {"intermediate_size": 32}, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    ),
+    "granitemoe": lambda: hf.GraniteMoeConfig(
+        **COMMON | {"intermediate_size": 32}, num_local_experts=8, num_experts_per_tok=2, residual_multiplier=0.3
+    ),
+    "granitemoeshared": lambda: hf.GraniteMoeSharedConfig(
+        **COMMON | {"intermediate_size": 32}, num_local_experts=8, num_experts_per_tok=2, residual_multiplier=0.3,
+        shared_intermediate_size=32,
+    ),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **COMMON | OWN, head_dim=16, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     ),
     "nemotron_h": lambda: hf.NemotronHConfig(
         **COMMON | {"num_hidden_layers": 2}, head_dim=8, layers_block_type=["full_attention", "moe"],

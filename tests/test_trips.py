@@ -33,8 +33,7 @@ LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
 """The model computes, and is asked once what it can do."""
 CHECKS = (
-    "models/chunks.py", "models/same_text.py", "passes/graphs.py", "passes/pass_owner.py", "passes/repeated_steps.py",
-    "step/checks.py",
+    "models/chunks.py", "models/same_text.py", "passes/pass_owner.py", "passes/repeated_steps.py", "step/checks.py",
 )  # fmt: skip
 """An input is compared with what its cache has read, a thread and a step are checked, and earlier steps are looked
 for."""

@@ -118,18 +118,13 @@ def _in_library(tokenizer: Any, config: Any, folder: Path) -> tuple[str, str, li
     from kvkeep.models.fused import FusedLayer
     from kvkeep.models.loading import load
     from kvkeep.models.recurrences import layers_in_order
-    from kvkeep.models.rotary import Rotary
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model: Any = load(folder, weights="bfloat16", device="cpu").model
     layers = layers_of(decoder_of(model))
-    rotary = [one for module in model.modules() if isinstance(one := vars(module).get("forward"), Rotary)]
-    angles = {len(one) if each.halves else 2 * len(one) for each in rotary for one in each.frequencies.values()}
-    whole = 0  # layers that rotate a part of each head run their modules
-    for layer in layers:
-        whole += isinstance(one := layer.forward, FusedLayer) and angles <= {one.angles}
+    whole = sum(isinstance(layer.forward, FusedLayer) for layer in layers)
     parts = len(layers_in_order(model))
     refused, same = [], False
     for method in METHODS:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import saved
 from helpers import padded, prompt, step
-from mixtures import mixture
+from mixtures import MIXTURES, mixture
 from torch.nn import functional
 
 from kvkeep import KeepCache
@@ -76,20 +76,7 @@ def test_a_router_sends_a_row_to_the_same_experts_beside_many_others(family: str
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3_moe",
-        "mixtral",
-        "olmoe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "ernie4_5_moe",
-        "minimax_m2",
-        "nemotron_h",
-        "gpt_oss",
-    ],
-)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_have_the_same_bits_for_any_chunk_and_batch(family: str, tmp_path: Path) -> None:
     model: Any = load(saved(mixture(family), tmp_path), weights="bfloat16", device="cpu").model
     ids = prompt(1, 45)

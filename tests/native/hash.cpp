@@ -316,10 +316,12 @@ struct Layer {
   Array<bf16> bias;
   Array<float> norms;
   KvLayer layer{};
-  Layer(int64_t kind, uint64_t seed, bool sandwiched)
+  // rotation: of half of each head, and norms of all heads; KV_HALVES: of all of it.
+  Layer(int64_t kind, uint64_t seed, bool sandwiched, int64_t rotation = KV_HALVES)
       : qkv(kind, HIDDEN, (HEADS + 2 * KV_HEADS) * DIM, seed), out(KV_Q8_0, HEADS * DIM, HIDDEN, seed + 10),
         gate(kind, HIDDEN, INNER, seed + 20), up(KV_Q4_K, HIDDEN, INNER, seed + 30),
-        down(kind, INNER, HIDDEN, seed + 40), bias((HEADS + 2 * KV_HEADS) * DIM), norms(4 * HIDDEN + 2 * DIM) {
+        down(kind, INNER, HIDDEN, seed + 40), bias((HEADS + 2 * KV_HEADS) * DIM),
+        norms(4 * HIDDEN + (HEADS + KV_HEADS) * DIM) {
     fill(bias, seed + 50, 200);
     Random random{seed + 60};
     for (size_t i = 0; i < norms.size; i++) norms[i] = 1.0f + random.number(512);
@@ -333,7 +335,14 @@ struct Layer {
       layer.query_norm = norm(4 * HIDDEN, DIM); layer.key_norm = norm(4 * HIDDEN + DIM, DIM);
     }
     layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM; layer.intermediate = INNER;
-    layer.activation = sandwiched; layer.eps = 1e-5f;
+    layer.activation = sandwiched; layer.eps = 1e-5f; layer.rotated = DIM; layer.residual_scale = 1;
+    if (rotation == KV_HALVES) return;
+    layer.rotated = DIM / 2; layer.rotation = rotation; layer.residual_scale = 0.3f;
+    layer.rotates_first = rotation == KV_EXACT_PAIRS;
+    if (layer.rotates_first) return;
+    layer.query_norm = norm(4 * HIDDEN, HEADS * DIM);
+    layer.key_norm = norm(4 * HIDDEN + HEADS * DIM, KV_HEADS * DIM);
+    layer.input_norm = layer.pre_mlp_norm = NOTHING;
   }
 };
 
@@ -347,15 +356,18 @@ void fill_angles(Array<bf16>& cos, Array<bf16>& sin, int64_t count, int64_t half
 
 void hash_layer() {
   const int64_t D = Layer::DIM;
-  for (int sandwiched = 0; sandwiched < 2; sandwiched++) {
-    Layer one(sandwiched ? KV_BF16 : KV_Q4_0, 500 + sandwiched, sandwiched);
-    const std::string name = sandwiched ? " with all norms" : "";
+  for (int form = 0; form < 4; form++) {
+    const int64_t rotation = form < 2 ? KV_HALVES : form == 2 ? KV_PAIRS : KV_EXACT_PAIRS;
+    Layer one(form ? KV_BF16 : KV_Q4_0, 500 + form, form > 0, rotation);
+    const char* names[] = {"", " with all norms", " by pairs", " by exact pairs"};
+    const std::string name = names[form];
     print("enter layer" + name, [&](Hash& hash) {
       for (int64_t n : {1, 5, 40}) {
-        Array<bf16> x(2 * n * Layer::HIDDEN), cos(n * D), sin(n * D), query(2 * n * Layer::HEADS * D),
+        const int64_t turned = one.layer.rotated;
+        Array<bf16> x(2 * n * Layer::HIDDEN), cos(n * turned), sin(n * turned), query(2 * n * Layer::HEADS * D),
             key(2 * n * Layer::KV_HEADS * D), value(2 * n * Layer::KV_HEADS * D);
         fill(x, n, 41);
-        fill_angles(cos, sin, n, D / 2);
+        fill_angles(cos, sin, n, turned / 2);
         done(kvkeep_before_attention(&one.layer, numbers(x), 2, numbers(cos), numbers(sin), numbers(query),
                                      numbers(key), numbers(value)));
         hash.add(query);

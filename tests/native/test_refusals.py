@@ -507,8 +507,9 @@ class Layer:
     def __init__(self) -> None:
         self.kept: list[Any] = []
         self.struct = KvLayer(
-            hidden=self.HIDDEN, heads=HEADS, kv_heads=LANES, dim=DIM, intermediate=96, activation=0, eps=1e-5
-        )
+            hidden=self.HIDDEN, heads=HEADS, kv_heads=LANES, dim=DIM, rotated=DIM, intermediate=96, activation=0,
+            residual_scale=1, eps=1e-5,
+        )  # fmt: skip
         for name, shape in {"out": (HEADS * DIM, 64), "down": (96, 64)}.items():
             setattr(self.struct, name, self.matrix(*shape))
         self.struct.qkv[0], self.struct.gates[0] = self.matrix(64, self.WIDTH), self.matrix(64, 192)
@@ -549,6 +550,10 @@ class Layer:
         ("struct.hidden", 32),
         ("struct.input_norm", short(torch.ones(64))),
         ("struct.query_norm", short(torch.ones(DIM))),
+        ("struct.key_norm", short(torch.ones(LANES * DIM))),
+        ("struct.rotated", DIM + 2),
+        ("struct.rotated", DIM - 1),
+        ("struct.rotation", 3),
         ("struct.out_bias", short(bfloat16(64))),
         ("struct.down.inputs", 64),
         ("struct.out.panels", None),

@@ -146,8 +146,8 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
     if not library_computes(loaded.model):
         raise UsageError(
             f"torch computes parts of the layers of '{loaded.name}' (a {family} model), and its bits differ from one "
-            "processor to another; a receipt needs a model whose layers the native library computes: Llama, Mistral, "
-            "Qwen 2, Qwen 3 or Gemma 3."
+            "processor to another; a receipt needs a model whose layers the native library computes, such as Llama, "
+            "Qwen 3, Gemma 3 or OLMo 2."
         )
     ids = sha256(b"".join(_ids(prompt) for prompt in prompts)).hexdigest()
     return Receipt(family, loaded.weights, sampled_fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
@@ -161,7 +161,10 @@ def library_computes(model: Any) -> bool:
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
     fused = [vars(layer).get("forward") for layer in layers_of(decoder_of(model))]
-    widths = {one.dim if isinstance(one, FusedLayer) and not one.mixture else None for one in fused}
+    layers = [one for one in fused if isinstance(one, FusedLayer) and not one.mixture]
+    if len(layers) < len(fused):
+        return False
+    widths = {one.rotation.channels for one in layers} - {0}  # some layers rotate nothing
     for module in model.modules():
         name, forward = type(module).__name__, vars(module).get("forward")
         if name.endswith("Norm") and not isinstance(forward, FusedNorm):
@@ -170,7 +173,7 @@ def library_computes(model: Any) -> bool:
             return False
         if isinstance(forward, Rotary) and {2 * len(one) for one in forward.frequencies.values()} != widths:
             return False
-    return None not in widths
+    return True
 
 
 def rows(

@@ -24,11 +24,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import trial
-from kvkeep.models.experts import PackedExperts
 from kvkeep.models.forward import current_attender
+from kvkeep.models.layer_parts import parts_of
 from kvkeep.models.packed import Packed, PackedLinear, WithPointers
 from kvkeep.models.recurrences import replace_recurrence
-from kvkeep.models.rotary import replace_rotary
+from kvkeep.models.rotary import Rotation, replace_rotary, rotations_of
 from kvkeep.models.routers import replace_routers
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
@@ -102,7 +102,7 @@ class Unchanged:
         inner = [part for one in layers for part in one.layer.modules() if part is not one.layer]
         self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         # Adapters replace modules.
-        self._holders = [part._modules for one in layers for part in (one.layer, one.attention, one.layer.mlp)]
+        self._holders = [part._modules for one in layers for part in (one.layer, one.attention, one.parts.mlp)]
         self._before = self._modules()
         self._weights = Weights([norm for one in layers for norm in one.norms])
 
@@ -119,54 +119,42 @@ class FusedLayer(WithPointers):
 
     pointers = ("struct", "address")
 
-    def __init__(self, layer: Any, halves: bool = False) -> None:
-        """halves: both channels that are rotated together share a cosine and a sine. Raise AttributeError or TypeError
-        if the layer has another layout."""
-        self.layer, self.attention = layer, layer.self_attn
-        attention, mlp = layer.self_attn, layer.mlp
-        self.mixture = isinstance(getattr(mlp, "experts", None), PackedExperts)
+    def __init__(self, layer: Any) -> None:
+        """Raise AttributeError or TypeError if the layer has another layout."""
+        self.layer, self.attention, self.parts = layer, layer.self_attn, parts_of(layer)
+        parts, self.dim = self.parts, self.attention.head_dim
+        self.mixture = not parts.gates
         """Whether its MLP is a mixture of experts."""
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        of_mlp = [] if self.mixture else [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        linear = [*projections, attention.o_proj, *of_mlp]
-        self.dim = attention.head_dim
-        self.angles = self.dim // 2 if halves else self.dim
-        """Cosines of a token."""
-        self.heads, self.kv_heads = (part.out_features // self.dim for part in projections[:2])
-        self.hidden, self.inner = attention.q_proj.in_features, of_mlp[0].out_features if of_mlp else 0
-        shapes = [(part.out_features, part.in_features) for part in linear]
+        self.heads, self.hidden = parts.out.in_features // self.dim, parts.qkv[0].in_features
+        self.inner = sum(one.out_features for one in parts.gates) // 2
+        self.kv_heads = (sum(one.out_features for one in parts.qkv) // self.dim - self.heads) // 2
         query, key, hidden, inner = self.heads * self.dim, self.kv_heads * self.dim, self.hidden, self.inner
-        wanted = [(query, hidden), (key, hidden), (key, hidden), (hidden, query)]
-        if shapes != wanted + [(inner, hidden), (inner, hidden), (hidden, inner)][: len(of_mlp)]:
+        shapes = [(one.out_features, one.in_features) for one in parts.matrices]
+        wanted = [*_side_by_side(parts.qkv, (query, key, key), hidden), (hidden, query)]
+        wanted += [*_side_by_side(parts.gates, (inner, inner), hidden), *[(hidden, inner)] * len(parts.down)]
+        if shapes != wanted:
             raise TypeError("its matrices do not have the shapes of Llama's")
-        if self.inner % 16 or self.dim % 2 or not all(type(part) is PackedLinear and part.native for part in linear):
+        native = all(type(one) is PackedLinear and one.native for one in parts.matrices)
+        if self.inner % 16 or self.dim % 2 or not native:
             raise TypeError("its matrices are not the library's, or its widths not multiples of 16")
-        if any(part.bias is not None for part in of_mlp):
+        if any(one.bias is not None for one in (*parts.gates, *parts.down)):
             raise TypeError("its MLP has biases")
-        self.gate = 0 if self.mixture else _gate(mlp.act_fn)
-        names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-        sandwiched = hasattr(layer, names[0])  # as in Gemma: norms also after attention and MLP
-        norms = {
-            "input_norm": layer.input_layernorm,
-            "query_norm": getattr(attention, "q_norm", None),
-            "key_norm": getattr(attention, "k_norm", None),
-            "post_attention_norm": layer.post_attention_layernorm if sandwiched else None,
-            "pre_mlp_norm": layer.pre_feedforward_layernorm if sandwiched else layer.post_attention_layernorm,
-            "post_mlp_norm": layer.post_feedforward_layernorm if sandwiched else None,
-        }
-        fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in norms.items()}
+        self.gate = 0 if self.mixture else _gate(parts.activation)
+        fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in parts.norms.items()}
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
             raise TypeError("a norm differs from RMSNorm")
-        heads = [one for one in (fused["query_norm"], fused["key_norm"]) if one is not None]
-        if any(one.weight.shape != (self.dim,) for one in heads):
-            raise TypeError("its queries and keys have norms of all heads")
-        if self.mixture and sandwiched:
-            raise TypeError("its experts have a norm behind them")
+        for norm, heads in ((fused["query_norm"], self.heads), (fused["key_norm"], self.kv_heads)):
+            if norm is not None and norm.weight.numel() not in (self.dim, heads * self.dim):
+                raise TypeError("its queries and keys have norms of another width")
         if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
             raise TypeError("norms differ in their epsilon")
         self._weights, self.norms = fused, [norm for norm in fused.values() if norm is not None]
         self.unchanged = Unchanged([self])
-        self._parts = [_joined(projections), [attention.o_proj], _joined(of_mlp[:2]), of_mlp[2:]]
+        self._parts = [_joined(parts.qkv), [parts.out], _joined(parts.gates), parts.down]
+        self.rotation = Rotation(0, 0)
+        """How queries and keys are rotated (:meth:`rotate_by`)."""
+        self.window: int | None = None
+        """The number of entries that its attention sees; None: all."""
         self.all: FusedLayers | None = None  # set in the first layer: runs all layers
 
     @functools.cached_property
@@ -184,8 +172,12 @@ class FusedLayer(WithPointers):
             heads=self.heads,
             kv_heads=self.kv_heads,
             dim=self.dim,
+            rotated=self.rotation.channels,
+            rotation=self.rotation.kind,
+            rotates_first=self.parts.rotates_first,
             intermediate=self.inner,
             activation=self.gate,
+            residual_scale=self.parts.residual_scale,
         )
         for name, norm in self._weights.items():
             setattr(struct, name, array(None if norm is None else norm.weight))
@@ -199,6 +191,12 @@ class FusedLayer(WithPointers):
     def address(self) -> int:
         """The address of :attr:`struct`."""
         return address_of(self.struct)
+
+    def rotate_by(self, rotation: Rotation) -> None:
+        """Set how queries and keys are rotated."""
+        self.rotation = rotation
+        for name in self.pointers:
+            self.__dict__.pop(name, None)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original forward."""
@@ -222,7 +220,7 @@ class FusedLayer(WithPointers):
             args
             or interface is None
             or position_embeddings is None
-            or position_embeddings[0].shape[-1] != self.angles  # only a part of each head is rotated
+            or position_embeddings[0].shape[-1] != self.rotation.angles
             or not _ours(hidden_states)
             or kwargs.get("output_attentions")
             or not self.unchanged()
@@ -241,8 +239,8 @@ class FusedLayer(WithPointers):
         query, key, value, residual = self._enter(hidden_states, position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.attention.layer_idx)
-        if hasattr(self.attention, "sliding_window"):
-            kwargs["sliding_window"] = self.attention.sliding_window
+        if self.window is not None:
+            kwargs["sliding_window"] = self.window
         if hasattr(self.attention, "sinks"):
             kwargs["s_aux"] = self.attention.sinks
         output, _ = interface(
@@ -253,7 +251,7 @@ class FusedLayer(WithPointers):
     def _enter(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = x.contiguous()
         batch, count, _ = x.shape
-        cos, sin = _turns(angles, self.dim)
+        cos, sin = _turns(angles, self.rotation)
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
         value = torch.empty_like(key)
@@ -267,12 +265,7 @@ class FusedLayer(WithPointers):
             return result
         normed = torch.empty_like(residual)
         kernels().kvkeep_before_mlp(self.address, output.contiguous(), residual, result, normed)
-        return result + self.mixed(normed)
-
-    def mixed(self, normed: Tensor) -> Tensor:
-        """Return the output of a mixture for what enters it, (batch, tokens, hidden)."""
-        found = self.layer.mlp(normed)
-        return found[0] if isinstance(found, tuple) else found
+        return result + self.parts.mixed(normed)
 
 
 class FusedLayers(WithPointers):
@@ -288,9 +281,9 @@ class FusedLayers(WithPointers):
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> FusedLayers | None:
-        """Return an object that runs ``layers``, those of ``modules``; None if their heads differ, or attention has
-        sinks."""
-        shapes = {(one.hidden, one.heads, one.kv_heads, one.dim) for one in layers}
+        """Return an object that runs ``layers``, those of ``modules``; None if their heads or angles differ, or
+        attention has sinks."""
+        shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.rotation.angles) for one in layers}
         ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
         plain = all(sinks_of(one.attention) is None for one in layers)
         return cls(layers, modules) if len(shapes) == 1 and ordered and plain else None
@@ -319,13 +312,13 @@ class FusedLayers(WithPointers):
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], planned: Planned, writes: Writes) -> Tensor:
         """Return the output of the last layer. x: (1, tokens, hidden). planned: the steps of the tokens. writes: notes
         which of them have written."""
-        x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].dim)
+        x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].rotation)
         for layers, scaling, part in self.tables:
             last = self.layers[part][-1]
             normed = torch.empty_like(x) if last.mixture else None
             run_layers(layers, scaling, part, planned, writes, x, *turns, normed)
             if normed is not None:
-                x += last.mixed(normed)
+                x += last.parts.mixed(normed)
         return x
 
 
@@ -349,10 +342,10 @@ class FusedList(nn.ModuleList):
                 return
 
 
-def _turns(angles: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines in the kernels' layout, (batch, tokens, dim)."""
+def _turns(angles: tuple[Tensor, Tensor], rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines in the kernels' layout, (batch, tokens, channels)."""
     cos, sin = angles
-    if cos.shape[-1] < dim:
+    if rotation.halves:
         cos, sin = (torch.cat((part, part), -1) for part in (cos, sin))
     if cos.dtype != torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = (part.to(torch.bfloat16).contiguous() for part in (cos, sin))
@@ -373,13 +366,14 @@ def fuse(model: Any, layers: Any) -> int:
     for module in [*model.modules()]:  # with their norms
         replace_recurrence(module)
     done: list[FusedLayer] = []
-    halves = any(getattr(vars(module).get("forward"), "halves", False) for module in model.modules())
+    rotations = rotations_of(model)
     for index, layer in enumerate(layers):
         with trial(f"layer {index} runs by its modules"):
-            fused = FusedLayer(layer, halves)
-            if _agrees(fused):
+            fused = FusedLayer(layer)
+            if (found := next((one for one in rotations if _agrees(fused, one)), None)) is not None:
                 layer.forward = fused
                 done.append(fused)
+                rotations.sort(key=lambda one: one != found)  # most likely the next layer has the same
     if done and len(done) == len(layers):
         done[0].all = FusedLayers.of(done, layers)
         if type(layers) is nn.ModuleList:
@@ -415,33 +409,42 @@ def _gate(function: Any) -> int:
 
 
 @torch.no_grad()
-def _agrees(fused: FusedLayer) -> bool:
-    """Return whether a fused layer and its modules agree on random residuals: in their sums and in their attention
-    inputs, those of a mixture to the bit. The residuals are two rows at near and far positions (some families scale
-    queries at far ones). They are small, so that bfloat16 preserves the sums."""
+def _agrees(fused: FusedLayer, rotation: Rotation) -> bool:
+    """Return whether a fused layer that rotates so and its modules agree on random residuals: in their attention inputs
+    to the bit, and in their sums, those of a mixture to the bit. The residuals are two rows at near and far positions
+    (some families scale queries at far ones). They are small, so that bfloat16 preserves the sums."""
     if not fused.unchanged():  # hooked: the comparison would run the same modules twice
         return False
+    fused.rotate_by(rotation)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
-    angle = torch.rand(2, 5, fused.dim // 2, generator=generator).repeat(1, 1, 2)[..., : fused.angles] * 6
+    halves = 1 if rotation.halves else 2
+    angle = torch.rand(2, 5, rotation.angles // halves, generator=generator).repeat(1, 1, halves) * 6
     angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
-    before, calls = fused.attention.config._attn_implementation, []
+    before, calls, inputs = fused.attention.config._attn_implementation, [], []
     trial = f"kvkeep_trial_{id(fused)}"  # a process may load two models
 
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        calls.append({name: one for name, one in kwargs.items() if one is not None and not isinstance(one, Tensor)})
-        return sdpa_attention_forward(*args, **kwargs)
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(
+            {name: one for name, one in kwargs.items() if not (one is None or one is False or isinstance(one, Tensor))}
+        )
+        inputs.append(args[:3])
+        return sdpa_attention_forward(module, *args, **kwargs)
 
     try:
         ALL_ATTENTION_FUNCTIONS[trial] = attention
         fused.attention.config._attn_implementation = trial
         given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
-        wanted, found = fused.plain(x, **given), fused(x, **given)
+        wanted = fused.plain(x, **given)
+        fused.window = calls[0].get("sliding_window")
+        found = fused(x, **given)
     finally:
         fused.attention.config._attn_implementation = before
         del ALL_ATTENTION_FUNCTIONS[trial]
     if not isinstance(wanted, Tensor) or wanted.shape != found.shape or calls[1:] != calls[:-1]:
+        return False
+    if len(inputs) != 2 or not all(map(torch.equal, *inputs)):
         return False
     if fused.mixture:  # all of its chains are those of the modules, and its experts are chosen by their bits
         return torch.equal(wanted, found)
@@ -449,8 +452,16 @@ def _agrees(fused: FusedLayer) -> bool:
     return bool((wanted - found).float().abs().max() <= 0.03 * added.abs().max())
 
 
-def _joined(parts: list[Any]) -> list[Any]:
+def _side_by_side(parts: Sequence[Any], outputs: Sequence[int], inputs: int) -> list[tuple[int, int]]:
+    """Return the shapes that matrices have which make ``outputs`` of ``inputs``: each for itself, or one of all."""
+    wanted = outputs if len(parts) == len(outputs) else [sum(outputs)] * len(parts)
+    return [(one, inputs) for one in wanted]
+
+
+def _joined(parts: Sequence[Any]) -> Sequence[Any]:
     """Return linear layers as one if their codes have the same kind. The layers are then views of it."""
+    if len(parts) < 2:
+        return parts
     kinds = {(part.kind, part.native, part.bias is None) for part in parts}
     panels = all(part.out_features % PANEL_OUTPUTS == 0 for part in parts)
     if not (panels and len(kinds) == 1 and parts[0].native):

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import trial
 from kvkeep.native.library import kernels, library
+from kvkeep.native.structures import EXACT_PAIRS, HALVES, PAIRS
 
 TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
 """Positions at which the cosines and sines of a module are compared."""
+
+
+class Rotation(NamedTuple):
+    """How a layer rotates each head of its queries and keys."""
+
+    channels: int
+    """How many channels are rotated, the first ones; 0: none."""
+    angles: int
+    """How many cosines the model computes for a position: as many, or half as many, in which both channels that are
+    rotated together share one."""
+    kind: int = HALVES
+    """Which channels are rotated together, as the library numbers it (KvRotation)."""
+
+    @property
+    def halves(self) -> bool:
+        """Whether both channels that are rotated together share a cosine."""
+        return self.angles < self.channels
 
 
 class Rotary:
@@ -61,6 +79,20 @@ def replace_rotary(model: Any) -> None:
                     if all(_agrees(ours, kind) for kind in kinds):
                         module.forward = ours
                         break
+
+
+def rotations_of(model: Any) -> list[Rotation]:
+    """Return how the layers of a model may rotate their heads, whose rotary modules have been replaced where they can
+    be; the most common way first."""
+    widths: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(forward := vars(module).get("forward"), Rotary):
+            pairs = [len(one) for one in forward.frequencies.values()]
+            widths |= {2 * one: one if forward.halves else 2 * one for one in pairs}
+        elif isinstance(stated := getattr(module, "inv_freq", None), Tensor):
+            widths[2 * len(stated)] = 2 * len(stated)
+    ways = [(1, HALVES), (1, PAIRS), (1, EXACT_PAIRS), (0, HALVES)]
+    return [Rotation(part * width, angles, kind) for part, kind in ways for width, angles in widths.items()]
 
 
 def _kinds(module: Any) -> list[str | None]:

@@ -283,6 +283,9 @@ bool layer_fits(const KvLayer& l) {
     RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
   RULE(l.dim % 2 == 0 && is_size(l.intermediate) && l.intermediate % 16 == 0,
        "heads must be of an even width, and MLPs of a multiple of 16");
+  RULE(l.rotated >= 0 && l.rotated <= l.dim && l.rotated % 2 == 0 && l.rotation >= 0 &&
+           l.rotation <= KV_EXACT_PAIRS,
+       "rotated channels must be pairs of a head, in a way that the library has");
   if (!matrices_fit(l.qkv, 3, l.hidden, (Wide(l.heads) + 2 * Wide(l.kv_heads)) * l.dim)) return false;
   if (!matrices_fit(&l.out, 1, l.heads * l.dim, l.hidden)) return false;
   if (!matrices_fit(l.gates, 2, l.hidden, 2 * Wide(l.intermediate))) return false;
@@ -290,12 +293,14 @@ bool layer_fits(const KvLayer& l) {
   for (int i = 0; i < 3; i++)
     RULE(holds_or_nothing(l.qkv_bias[i], KV_BFLOAT16, l.qkv[i].outputs), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.out_bias, KV_BFLOAT16, l.hidden), "biases must be bfloat16 of each output");
-  for (const KvArray* norm : {&l.post_attention_norm, &l.post_mlp_norm})
+  for (const KvArray* norm : {&l.input_norm, &l.post_attention_norm, &l.pre_mlp_norm, &l.post_mlp_norm})
     RULE(holds_or_nothing(*norm, KV_FLOAT32, l.hidden), "weights of norms must be float32 of each channel");
-  for (const KvArray* norm : {&l.input_norm, &l.pre_mlp_norm})
-    RULE(holds(*norm, KV_FLOAT32, l.hidden), "weights of norms must be float32 of each channel");
-  for (const KvArray* norm : {&l.query_norm, &l.key_norm})
-    RULE(holds_or_nothing(*norm, KV_FLOAT32, l.dim), "weights of norms must be float32 of each channel");
+  const auto of_heads = [&](const KvArray& norm, Wide heads) {
+    return holds_or_nothing(norm, KV_FLOAT32, norm.length) &&
+           (!has(norm) || norm.length == l.dim || norm.length == heads * l.dim);
+  };
+  RULE(of_heads(l.query_norm, l.heads) && of_heads(l.key_norm, l.kv_heads),
+       "norms of queries and keys must be float32 of the channels of a head, or of all heads");
   return true;
 }
 
@@ -368,7 +373,8 @@ bool before_attention_fits(const KvLayer& l, const KvArray& x, int64_t batch, co
   RULE(is_rows_of(x, l.hidden), "the input of a layer must be bfloat16 rows of its width");
   const Wide rows = x.length / l.hidden;
   RULE(batch > 0 && rows % batch == 0, "each row of a batch must have the same number of tokens");
-  RULE(cos.length == sin.length && (cos.length == rows * l.dim || cos.length == rows / batch * l.dim) &&
+  RULE(cos.length == sin.length &&
+           (!l.rotated || cos.length == rows * l.rotated || cos.length == rows / batch * l.rotated) &&
            holds(cos, KV_BFLOAT16, cos.length) && holds(sin, KV_BFLOAT16, sin.length),
        "cosines and sines must be bfloat16 of each token and channel");
   RULE(holds(query, KV_BFLOAT16, rows * l.heads * l.dim) && holds(key, KV_BFLOAT16, rows * l.kv_heads * l.dim) &&
@@ -513,8 +519,6 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
   if (!layer_fits(first)) return false;
   RULE(is_rows_of(x, first.hidden), "the input of a layer must be bfloat16 rows of its width");
   const int64_t tokens = x.length / first.hidden, dim = first.dim;
-  RULE(holds(cos, KV_BFLOAT16, Wide(tokens) * dim) && holds(sin, KV_BFLOAT16, Wide(tokens) * dim),
-       "cosines and sines must be bfloat16 of each token and channel");
   RULE(holds_or_nothing(normed, KV_BFLOAT16, x.length), "what enters an MLP must be bfloat16 rows of its width");
   char memory = 0;  // of the library itself, which reserves what lies between the parts of a layer
   const auto reserved = [&](int64_t type, Wide length) { return KvArray{&memory, int64_t(length), type}; };
@@ -528,6 +532,9 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
     RULE(l.intermediate || (layer == count - 1 && has(normed)), "a layer must have its MLP");
     RULE(l.hidden == first.hidden && l.heads == first.heads && l.kv_heads == first.kv_heads && l.dim == dim,
          "layers of a call must have the same heads");
+    const Wide angles = Wide(tokens) * l.rotated;
+    RULE(!angles || (cos.length == angles && holds(cos, KV_BFLOAT16, angles) && holds(sin, KV_BFLOAT16, angles)),
+         "cosines and sines must be bfloat16 of each token and rotated channel");
     RULE(is_size(step_counts[layer]), "a layer must have a number of steps");
     for (int64_t i = 0; i < step_counts[layer]; i++) {
       const KvStep& step = *steps[layer][i];

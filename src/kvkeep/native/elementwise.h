@@ -76,26 +76,37 @@ static KvStatus angles(KvArray all, KvArray of_channels, float scaling, KvArray 
   return KV_DONE;
 }
 
-// Rotates the halves of a head, in place. Each product and the sum are rounded, as transformers does.
-static void rotate(bf16* head, const bf16* cosine, const bf16* sine, int64_t dim) {
-  const int64_t half = dim / 2;
+// Rotates the first channels of a head, in place. What is rounded is what transformers rounds.
+static void rotate(bf16* head, const bf16* cosine, const bf16* sine, int64_t channels, int64_t rotation) {
+  const bool pairs = rotation != KV_HALVES;
+  const int64_t half = channels / 2;
   int64_t i = 0;
   bf16 rounded[16];
   auto times = [&](vf a, vf b) { vstore_bf16(rounded, a * b); return vload_bf16(rounded); };
-  for (; i + 16 <= half; i += 16) {
+  for (; !pairs && i + 16 <= half; i += 16) {
     const vf a = vload_bf16(head + i), b = vload_bf16(head + half + i), zero = vset(0.0f);
     const vf low = times(a, vload_bf16(cosine + i)), less = times(zero - b, vload_bf16(sine + i));
     const vf high = times(b, vload_bf16(cosine + half + i)), more = times(a, vload_bf16(sine + half + i));
     vstore_bf16(head + i, low + less);
     vstore_bf16(head + half + i, high + more);
   }
+  const auto product = [&](float x, bf16 by) {
+    const float exact = x * widen(by);
+    return rotation == KV_EXACT_PAIRS ? exact : widen(narrow(exact));
+  };
   for (; i < half; i++) {
-    const float a = widen(head[i]), b = widen(head[i + half]);
-    const float low = widen(narrow(a * widen(cosine[i]))), less = widen(narrow(-b * widen(sine[i])));
-    const float high = widen(narrow(b * widen(cosine[i + half]))), more = widen(narrow(a * widen(sine[i + half])));
-    head[i] = narrow(low + less);
-    head[i + half] = narrow(high + more);
+    const int64_t at = pairs ? i : half + i;  // of the second channel's angle: both halves have the same
+    bf16 &first = head[pairs ? 2 * i : i], &second = head[pairs ? 2 * i + 1 : half + i];
+    const float a = widen(first), b = widen(second);
+    first = narrow(product(a, cosine[i]) + product(-b, sine[i]));
+    second = narrow(product(b, cosine[at]) + product(a, sine[at]));
   }
+}
+
+// Multiplies a row by a number, in place.
+static void scale_row(float by, int64_t width, bf16* y) {
+  if (by == 1.0f) return;
+  for (int64_t i = 0; i < width; i++) y[i] = narrow(widen(y[i]) * by);
 }
 
 // Adds a row to y.

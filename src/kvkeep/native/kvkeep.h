@@ -41,6 +41,12 @@ enum KvActivation { /* of a gated MLP */
   KV_GELU_TANH /* the approximation by tanh */
 };
 
+enum KvRotation { /* which of the rotated channels are rotated together */
+  KV_HALVES,     /* i and i + rotated / 2; products are rounded before they are added */
+  KV_PAIRS,      /* 2 i and 2 i + 1, in the same way */
+  KV_EXACT_PAIRS /* 2 i and 2 i + 1; only the sum is rounded */
+};
+
 enum KvFormat { /* of the entries of a KvPiece */
   KV_PLAIN,      /* bfloat16: keys (lanes, entries, dim), values (lanes, entries, value_dim) */
   KV_GROUPED,    /* codes of 2, 4, 8 or 16 bits in groups of KV_TILE_ENTRIES entries: offset + scale * code. A row is a
@@ -96,18 +102,22 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvMatrix down;                  /* down projection: (hidden, intermediate); nothing without gates */
   KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
-  KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32 */
-  KvArray query_norm;             /* of each query head, (dim); or nothing */
-  KvArray key_norm;               /* of each key head, (dim); or nothing */
+  KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32; or nothing */
+  KvArray query_norm;             /* of each query head, (dim), or of all at once, (heads * dim); or nothing */
+  KvArray key_norm;               /* of each key head, (dim), or of all at once, (kv_heads * dim); or nothing */
   KvArray post_attention_norm;    /* of the output projection, before the residual is added, (hidden); or nothing */
-  KvArray pre_mlp_norm;           /* of what enters the MLP, (hidden) */
+  KvArray pre_mlp_norm;           /* of what enters the MLP, (hidden); or nothing */
   KvArray post_mlp_norm;          /* of the MLP's output, before the residual is added, (hidden); or nothing */
   int64_t hidden;                 /* width of the residual stream */
   int64_t heads;                  /* query heads */
   int64_t kv_heads;               /* key/value heads */
   int64_t dim;                    /* width of a head, even */
+  int64_t rotated;                /* channels of a query or key that are rotated, its first ones, even; 0: none */
+  int64_t rotation;               /* a KvRotation */
+  int64_t rotates_first;          /* 1: queries and keys are rotated before their norms, 0: after them */
   int64_t intermediate;           /* width of the MLP, a multiple of 16; 0: the layer has another one */
   int64_t activation;             /* a KvActivation */
+  float residual_scale;           /* what attention's and the MLP's output is multiplied by before it is added */
   float eps;                      /* of all norms */
 } KvLayer;
 
@@ -282,7 +292,8 @@ KvStatus kvkeep_norm(KvArray x, KvArray weight, float eps, KvArray y);
  * cos, sin: (n, 2 * half) bfloat16: the second half repeats the first. */
 KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, KvArray cos, KvArray sin);
 /* Runs a layer up to its attention: norm, projections, rotary embedding. x: (batch * tokens, hidden). cos, sin: (batch,
- * tokens, dim), or (tokens, dim) for all. query, key, value: (batch, heads, tokens, dim), written. All are bfloat16. */
+ * tokens, rotated), or (tokens, rotated) for all. query, key, value: (batch, heads, tokens, dim), written. All are
+ * bfloat16. */
 KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
                                  KvArray query, KvArray key, KvArray value);
 /* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). residual,
@@ -336,8 +347,9 @@ KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray que
                                 KvArray lse);
 /* Runs `count` layers of the same heads, whose attention has no sinks, one after the other, for the tokens of some
  * sessions. layers: (count). steps: (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin:
- * (tokens, dim) bfloat16. x: (tokens, hidden) bfloat16, read and written. normed: nothing; or, where the last layer has
- * no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose output is then missing in x. */
+ * (tokens, rotated) bfloat16, for all layers that rotate. x: (tokens, hidden) bfloat16, read and written. normed:
+ * nothing; or, where the last layer has no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose
+ * output is then missing in x. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
                            int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x,
                            KvArray normed);

@@ -16,20 +16,29 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
                                  bf16* scratch) {
   const int64_t rows = batch * tokens, dim = l.dim, heads = l.heads, kv_heads = l.kv_heads;
   const int64_t width = (heads + 2 * kv_heads) * dim;
+  const float* of_input = numbers<float>(l.input_norm);
   bf16 *normed = scratch, *projected = scratch + rows * l.hidden;
-  norm_rows(x, numbers<float>(l.input_norm), l.eps, rows, l.hidden, normed, true);
-  InputRows inputs{normed, rows, l.hidden, l.hidden};
+  if (of_input) norm_rows(x, of_input, l.eps, rows, l.hidden, normed, true);
+  InputRows inputs{of_input ? normed : x, rows, l.hidden, l.hidden};
   for (int64_t i = 0, column = 0; i < 3 && l.qkv[i].outputs; column += l.qkv[i++].outputs)
     multiply(l.qkv[i], inputs, numbers<bf16>(l.qkv_bias[i]), projected + column, width);
   for_each_row(rows, [&](int64_t r) {
-    const int64_t b = r / tokens, i = r % tokens;
-    const bf16 *c = cos + (shared_angles ? i : r) * dim, *s = sin + (shared_angles ? i : r) * dim;
+    const int64_t b = r / tokens, i = r % tokens, angles = (shared_angles ? i : r) * l.rotated;
+    const auto normalise = [&](const KvArray& weight, bf16* y) {
+      norm_row(y, nullptr, nullptr, numbers<float>(weight), l.eps, weight.length, y);
+    };
+    if (l.query_norm.length > dim) normalise(l.query_norm, projected + r * width);
+    if (l.key_norm.length > dim) normalise(l.key_norm, projected + r * width + heads * dim);
     for (int64_t h = 0; h < heads + 2 * kv_heads; h++) {
       bf16* head = projected + r * width + h * dim;
       const bool is_query = h < heads, is_key = !is_query && h < heads + kv_heads;
-      const float* weight = is_query ? numbers<float>(l.query_norm) : is_key ? numbers<float>(l.key_norm) : nullptr;
-      if (weight) norm_row(head, nullptr, nullptr, weight, l.eps, dim, head);
-      if (is_query || is_key) rotate(head, c, s, dim);
+      const KvArray of_head = is_query ? l.query_norm : is_key ? l.key_norm : KvArray{};
+      const auto turn = [&] {
+        if (is_query || is_key) rotate(head, cos + angles, sin + angles, l.rotated, l.rotation);
+      };
+      if (l.rotates_first) turn();
+      if (of_head.length == dim) normalise(of_head, head);
+      if (!l.rotates_first) turn();
       bf16* to = is_query ? query + ((b * heads + h) * tokens + i) * dim
                  : is_key ? key + ((b * kv_heads + h - heads) * tokens + i) * dim
                           : value + ((b * kv_heads + h - heads - kv_heads) * tokens + i) * dim;
@@ -41,13 +50,17 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
 static void run_before_mlp(const KvLayer& l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y,
                            bf16* normed) {
   const int64_t hidden = l.hidden, width = l.heads * l.dim;
-  const float* after_attention = numbers<float>(l.post_attention_norm);
+  const float *after_attention = numbers<float>(l.post_attention_norm), *before_mlp = numbers<float>(l.pre_mlp_norm);
   InputRows attention_rows{attended, rows, width, width};
   multiply(l.out, attention_rows, numbers<bf16>(l.out_bias), normed, hidden);
   for_each_row(rows, [&](int64_t r) {
-    bf16* out = normed + r * hidden;
+    bf16 *out = normed + r * hidden, *to = y + r * hidden;
     if (after_attention) norm_row(out, nullptr, nullptr, after_attention, l.eps, hidden, out);
-    norm_row(residual + r * hidden, out, y + r * hidden, numbers<float>(l.pre_mlp_norm), l.eps, hidden, out);
+    scale_row(l.residual_scale, hidden, out);
+    if (before_mlp) return norm_row(residual + r * hidden, out, to, before_mlp, l.eps, hidden, out);
+    memmove(to, residual + r * hidden, size_t(hidden) * 2);
+    add_row(out, hidden, to);
+    memcpy(out, to, size_t(hidden) * 2);
   });
 }
 
@@ -68,6 +81,7 @@ static void run_after_attention(const KvLayer& l, const bf16* attended, const bf
   for_each_row(rows, [&](int64_t r) {
     bf16 *out = normed + r * hidden, *to = y + r * hidden;
     if (after_mlp) norm_row(out, nullptr, nullptr, after_mlp, l.eps, hidden, out);
+    scale_row(l.residual_scale, hidden, out);
     add_row(out, hidden, to);
   });
 }
@@ -94,7 +108,7 @@ static KvStatus before_attention(const KvLayer* l, KvArray x, int64_t batch, KvA
   if (!scratch) return KV_FAILED;
   with_team(rows <= MAX_DIRECT_ROWS, [&] {
     run_before_attention(*l, numbers<bf16>(x), batch, rows / batch, numbers<bf16>(cos), numbers<bf16>(sin),
-                         cos.length < rows * l->dim, numbers<bf16>(query), numbers<bf16>(key), numbers<bf16>(value),
+                         cos.length < rows * l->rotated, numbers<bf16>(query), numbers<bf16>(key), numbers<bf16>(value),
                          scratch);
   });
   return KV_DONE;

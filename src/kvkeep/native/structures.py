@@ -91,6 +91,8 @@ KIND_NUMBERS = {kind: CONSTANTS[f"KV_{kind}"] for kind in _KINDS}
 """KvKind: how a matrix is stored."""
 SILU, GELU_TANH = CONSTANTS["KV_SILU"], CONSTANTS["KV_GELU_TANH"]
 """KvActivation: the activation of a gated MLP."""
+HALVES, PAIRS, EXACT_PAIRS = (CONSTANTS[f"KV_{name}"] for name in ("HALVES", "PAIRS", "EXACT_PAIRS"))
+"""KvRotation: which of the rotated channels are rotated together."""
 PLAIN, GROUPED = CONSTANTS["KV_PLAIN"], CONSTANTS["KV_GROUPED"]
 BY_CHANNEL, SKETCHED = CONSTANTS["KV_BY_CHANNEL"], CONSTANTS["KV_SKETCHED"]
 """KvFormat: how the entries of a piece are stored."""

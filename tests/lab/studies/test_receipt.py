@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import WORDS, saved
-from families import COMMON, FAMILIES, tiny
+from families import COMMON, FAMILIES, LAYOUTS, tiny
 from kvkeep_lab import receipts
 from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvkeep import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import ModelError, UsageError
 from kvkeep.models.fused import FusedLayer
@@ -138,6 +139,18 @@ def test_no_operation_of_torch_depends_on_the_processor(folder: Path) -> None:
         assert used.found <= KNOWN.get(case.method, set()), case.label
 
 
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_no_operation_of_torch_in_other_layouts_depends_on_the_processor(family: str, tmp_path: Path) -> None:
+    model = packed(LAYOUTS[family](), tmp_path)
+    assert receipts.library_computes(model)
+    cache = KeepCache(model, "full")
+    cache.describe()
+    with Operations() as used, torch.no_grad():
+        for ids in torch.randint(2, 97, (1, 30)).split((28, 1, 1), 1):
+            model(ids, cache=cache, logits_to_keep=1)
+    assert not used.found
+
+
 X, ROWS, FIRST = torch.rand(4), torch.rand(1, 1, 4, 4), torch.zeros(4, dtype=torch.int64)
 SEEN: dict[str, Callable[[], Any]] = {
     "_softmax": lambda: X.softmax(0),
@@ -224,8 +237,8 @@ def test_a_receipt_refuses_short_texts_and_a_missing_library(folder: Path, monke
 
 
 def test_a_family_whose_layers_torch_computes_is_refused(tmp_path: Path) -> None:
-    loaded = load(saved(tiny("phi3", positions=1024), tmp_path), weights="bfloat16", device="cpu")
-    with pytest.raises(UsageError, match=r"torch computes parts of the layers .*\(a phi3 model\)"):
+    loaded = load(saved(tiny("gemma4", positions=1024), tmp_path), weights="bfloat16", device="cpu")
+    with pytest.raises(UsageError, match=r"torch computes parts of the layers .*\(a gemma4_text model\)"):
         start(loaded, [])
 
 
@@ -290,7 +303,7 @@ def test_a_model_whose_angles_torch_computes_has_no_receipt(kind: str, tmp_path:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "qwen3_moe"])
 def test_a_receipt_needs_layers_of_the_library(family: str, tmp_path: Path) -> None:
     model = packed(FAMILIES[family](), tmp_path)
-    assert receipts.library_computes(model) is (family not in ("phi3", "gpt2", "qwen3_moe"))
+    assert receipts.library_computes(model) is (family not in ("gpt2", "qwen3_moe"))
     model.config.get_text_config().final_logit_softcapping = 30.0
     assert not receipts.library_computes(model)
 
