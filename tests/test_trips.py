@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_budget_until_an_entry_is_overwritten(model: Any) -> None:
-    with followed("attention/attend.py") as files:  # a prompt's attention
+    with followed("attention/attend.py", "models/norms.py") as files:  # a prompt's attention and products
         cache = CacheOptions(budget="64", checkpoint="kv").parse().build(model)
         generate(model, None, prompt(1, 60)[0].tolist(), cache, max_new_tokens=7)
     assert files | {"cli/generate.py"} == listed("`kvkeep generate --budget 512`")
@@ -92,7 +92,8 @@ def test_a_step_of_draft_and_verify(model: Any) -> None:
     cache = CacheOptions(budget="64", checkpoint="kv", drafts="snapkv").parse().build(model)
     begun = generate(model, None, prompt(1, 100)[0].tolist(), cache, max_new_tokens=2).sequence
     scheduler = Scheduler(model, packed=False)
-    products, facts = ("models/fused.py", "step/native/steps.py", "attention/portable.py"), ("registry", "assembly")
+    products = ("models/fused.py", "models/norms.py", "step/native/steps.py", "attention/portable.py")
+    facts = ("registry", "assembly")
     with followed(*products, *(f"policies/{one}.py" for one in facts)) as files:
         scheduled = scheduler.add(Answer(Ask(begun, 20), cache, None, [], None))
         while not scheduled.give(scheduler.step()[0].logits):

@@ -117,9 +117,10 @@ def by_torch(experts: PackedExperts, module: Any, x: Any, chosen: Any, weights: 
         if experts.form.transposed:
             inner = module._apply_gate(torch.stack(inner.chunk(2, -1), -1).flatten(-2))
         elif experts.form.first == UPS:
-            inner = module.act_fn(inner)
+            inner = module.act_fn(inner.double()).bfloat16()
         else:
-            inner = module.act_fn(inner.chunk(2, -1)[0]) * inner.chunk(2, -1)[1]
+            gates, ups = inner.chunk(2, -1)
+            inner = module.act_fn(gates.double()).bfloat16() * ups
         found = product([experts.down], inner, experts.down_bias) * weights[tokens, places, None]
         out.index_add_(0, tokens, found.to(x.dtype).float())
     return out.to(x.dtype)

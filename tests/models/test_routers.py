@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from torch.nn import functional
 from kvkeep import KeepCache
 from kvkeep.models.loading import load
 from kvkeep.models.packed import PackedLinear
-from kvkeep.models.routers import Routed, RouterWeight
+from kvkeep.models.routers import LibraryRouter, Routed, RouterWeight
+from kvkeep.native.structures import SIGMOID, SOFTMAX
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -49,9 +53,17 @@ def test_other_functions_and_types_are_those_of_a_parameter() -> None:
 
 ROUTERS = {
     "deepseek_v2": "DeepseekV2TopkRouter", "deepseek_v3": "DeepseekV3TopkRouter",
-    "ernie4_5_moe": "Ernie4_5_MoeTopKRouter", "minimax_m2": "MiniMaxM2TopKRouter",
-    "nemotron_h": "NemotronHTopkRouter", "qwen3_moe": "Qwen3MoeTopKRouter",
+    "ernie4_5_moe": "Ernie4_5_MoeTopKRouter", "glm4_moe": "Glm4MoeTopkRouter", "gpt_oss": "GptOssTopKRouter",
+    "granitemoe": "GraniteMoeTopKRouter", "minimax_m2": "MiniMaxM2TopKRouter", "mixtral": "MixtralTopKRouter",
+    "nemotron_h": "NemotronHTopkRouter", "olmoe": "OlmoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter",
 }  # fmt: skip
+BY_TORCH = {"deepseek_v2": type(None), "deepseek_v3": Routed}
+"""Families whose routers choose among groups of experts, and what replaces their forward."""
+
+
+def dense(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The weight of each of eight experts."""
+    return torch.zeros(len(weights), 8).scatter(1, chosen, weights.float())
 
 
 @pytest.mark.parametrize("family", ROUTERS)
@@ -60,9 +72,11 @@ def test_a_router_sends_a_row_to_the_same_experts_beside_many_others(family: str
     plain = mixture(family)
     model: Any = load(saved(plain, tmp_path), weights="bfloat16", device="cpu").model
     name, router = next(pair for pair in model.named_modules() if type(pair[1]).__name__ == ROUTERS[family])
-    sigmoid = family in ("deepseek_v3", "minimax_m2", "nemotron_h")
-    assert isinstance(router.weight, RouterWeight) and isinstance(router.forward, Routed) is sigmoid
-    kept = torch.bfloat16 if family in ("minimax_m2", "qwen3_moe") else torch.float32
+    forward = vars(router).get("forward")
+    assert isinstance(router.weight, RouterWeight)
+    assert type(forward) is BY_TORCH.get(family, LibraryRouter)
+    single = ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")
+    kept = torch.bfloat16 if family in single else torch.float32
     assert router.weight.dtype == kept and torch.equal(router.weight, plain.get_submodule(name).weight.to(kept))
     assert all(one.dtype == torch.float32 for name, one in model.named_buffers() if name.endswith("correction_bias"))
     x = torch.randn(3001, router.weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -71,8 +85,51 @@ def test_a_router_sends_a_row_to_the_same_experts_beside_many_others(family: str
         together, alone = router(x, *biases), [router(row[None], *biases) for row in x]
         theirs = type(router).forward(router, x, *biases)
     for found, one, other in zip(together, zip(*alone, strict=True), theirs, strict=True):
-        assert torch.equal(found, torch.cat(one)) and found.dtype == other.dtype
-        torch.testing.assert_close(found, other)
+        assert torch.equal(found, torch.cat(one)) and found.dtype == other.dtype and found.shape == other.shape
+    torch.testing.assert_close(together[0], theirs[0])
+    distinct = theirs[0].sort().values.diff().ne(0).all(-1)  # of equal products, either expert may be chosen
+    assert distinct.sum() > 2000
+    near = {"atol": 1e-6, "rtol": 0.01 if theirs[1].dtype == torch.bfloat16 else 1e-5}
+    torch.testing.assert_close(dense(*together[1:])[distinct], dense(*theirs[1:])[distinct], **near)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scores", [SOFTMAX, SIGMOID])
+def test_a_router_chooses_the_greatest_scores_and_of_equal_ones_the_first(kind: torch.dtype, scores: int) -> None:
+    made = weight(kind, 40)
+    made.data[7] = made.data[30]
+    x, biases = torch.randn(65, 64, generator=torch.Generator().manual_seed(2)).bfloat16() / 16, torch.rand(40) / 3
+    biases[7] = biases[30]
+    functional.linear(x.to(kind), made)  # packs the weight
+    module = SimpleNamespace(weight=made, routed_scaling_factor=2.5)
+    like = torch.empty(0), torch.empty(0), torch.empty(0, 6, dtype=torch.int64)
+    for normalised, choice in product((False, True), (None, biases)):
+        router = LibraryRouter(module, scores, normalised, like)
+        logits, weights, chosen = router(x) if choice is None else router(x, choice)
+        assert torch.equal(logits, functional.linear(x.to(kind), made).float())
+        wanted = logits.double().softmax(-1) if scores == SOFTMAX else logits.double().sigmoid()
+        order = wanted + (0 if choice is None else choice)
+        expected = order.sort(dim=-1, descending=True, stable=True).indices[:, :6]
+        assert (chosen == expected).all(-1).float().mean() > 0.95  # rounding may exchange neighbours
+        assert not ((chosen == 30).any(-1) & ~(chosen == 7).any(-1)).any()
+        found = wanted.gather(1, chosen)
+        found = 2.5 * (found / found.sum(-1, keepdim=True) if normalised else found)
+        torch.testing.assert_close(weights.double(), found, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("path", ["plain", ""])
+def test_a_mixture_in_one_call_has_the_bits_of_its_router_and_experts(
+    path: str, tmp_path: Path, choose: Callable[[str], None]
+) -> None:
+    model: Any = load(saved(mixture("granitemoe"), tmp_path), weights="int8", device="cpu").model
+    layer, mask = model.model.layers[0], None
+    if path:
+        choose(path)
+    x = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+    angles = model.model.rotary_emb(x, torch.arange(40)[None])
+    found = layer(x, attention_mask=mask, position_embeddings=angles)
+    layer.forward.change(layer.forward.rotation, None)
+    assert torch.equal(layer(x, attention_mask=mask, position_embeddings=angles), found)
 
 
 @pytest.mark.turns(3)

@@ -555,6 +555,52 @@ void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queri
   }
 }
 
+void hash_mixture() {
+  const int64_t COUNT = 24, INNER = 64, K = 4, HIDDEN = Layer::HIDDEN;
+  Matrix gates(KV_Q4_0, HIDDEN, COUNT * 2 * INNER, 170), down(KV_Q8_0, INNER, COUNT * HIDDEN, 171);
+  Array<bf16> values(1 << 16), bias(COUNT);
+  Array<float> choice(COUNT);
+  fill(values, 172, 70);
+  fill(bias, 173, 90);
+  fill(choice, 174, 300);
+  KvExperts experts{};
+  experts.gates[0] = gates.matrix; experts.down = down.matrix; experts.gate_values = numbers(values);
+  experts.experts = COUNT; experts.hidden = HIDDEN; experts.inner = INNER; experts.gated = 1;
+  for (int form = 0; form < 2; form++) {
+    Matrix weight(form ? KV_F32 : KV_BF16, HIDDEN, COUNT, 175);
+    KvRouter router{};
+    router.weight = weight.matrix; router.scores = form ? KV_SIGMOID : KV_SOFTMAX; router.k = K;
+    router.normalised = router.rounded = form; router.scale = form ? 2.5f : 1.0f;
+    if (form) router.choice_bias = numbers(choice);
+    else router.bias = numbers(bias);
+    const std::string name = form ? " by sigmoid" : "";
+    print("router" + name, [&](Hash& hash) {
+      for (int64_t rows : {1, 7, 40}) {
+        Array<bf16> x(rows * HIDDEN);
+        Array<float> logits(rows * COUNT), weights(rows * K);
+        Array<int64_t> chosen(rows * K);
+        fill(x, rows, 41);
+        done(kvkeep_route(&router, numbers(x), numbers(logits), numbers(weights), numbers(chosen)));
+        hash.add(logits);
+        hash.add(weights);
+        hash.add(chosen);
+      }
+    });
+    Layer one(KV_Q4_0, 176, form);
+    one.layer.intermediate = 0; one.layer.gates[0] = one.layer.gates[1] = one.layer.down = KvMatrix{};
+    one.layer.router = &router; one.layer.experts = &experts;
+    print("mixture" + name, [&](Hash& hash) {
+      for (int64_t rows : {1, 7, 40}) {
+        Array<bf16> attention(rows * Layer::HEADS * Layer::DIM), x(rows * HIDDEN);
+        fill(attention, rows, 43);
+        fill(x, rows + 1, 39);
+        done(kvkeep_after_attention(&one.layer, numbers(attention), numbers(x), numbers(x)));
+        hash.add(x);
+      }
+    });
+  }
+}
+
 void hash_attention() {
   Entries entries(MAX_ENTRIES, 20);
   for (int64_t queries : {1, 2, 7, 40})
@@ -777,6 +823,7 @@ int main(int count, char** arguments) {
   hash_mamba2();
   hash_layer();
   hash_experts();
+  hash_mixture();
   hash_attention();
   hash_sessions();
   return 0;

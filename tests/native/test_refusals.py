@@ -31,6 +31,7 @@ from kvkeep.native.structures import (
     KvMamba2,
     KvMatrix,
     KvPiece,
+    KvRouter,
     KvRows,
     KvStep,
     address_of,
@@ -824,6 +825,67 @@ def test_experts_that_do_not_fit_are_refused(name: str, value: Any, rule: str) -
         call.run()
     assert call.numbers.unchanged()
     Experts().run()
+
+
+class Router:
+    """A call of kvkeep_route."""
+
+    ROWS, K, COUNT, HIDDEN = 3, 2, 5, 32
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+        weight, self.panels = matrix(self.HIDDEN, self.COUNT)
+        self.struct = KvRouter(weight=weight, k=self.K, scale=1.0)
+        self.struct.bias = array(self.numbers("bias", bfloat16(self.COUNT)))
+        self.struct.choice_bias = array(self.numbers("choice_bias", torch.ones(self.COUNT)))
+        self.x = self.numbers("x", bfloat16(self.ROWS, self.HIDDEN))
+        self.logits = self.numbers("logits", torch.ones(self.ROWS, self.COUNT))
+        self.weights = self.numbers("weights", torch.ones(self.ROWS, self.K))
+        self.chosen = self.numbers("chosen", torch.ones(self.ROWS, self.K, dtype=torch.int64))
+
+    def run(self) -> None:
+        kernels().kvkeep_route(address_of(self.struct), self.x, self.logits, self.weights, self.chosen)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("struct.weight.kind", KIND_NUMBERS["F16"], "a weight without blocks"),
+        ("struct.weight.outputs", 0, "a weight without blocks"),
+        ("struct.bias", torch.ones(5), "biases of a router"),
+        ("struct.choice_bias", torch.ones(4), "biases of a router"),
+        ("struct.k", 0, "experts that exist"),
+        ("struct.k", 6, "experts that exist"),
+        ("struct.scores", 2, "experts that exist"),
+        ("x", bfloat16(3, 31), "bfloat16 rows of its width"),
+        ("logits", torch.ones(3, 4), "a router must write"),
+        ("weights", torch.ones(5), "a router must write"),
+        ("chosen", torch.ones(3, 2, dtype=torch.int32), "a router must write"),
+    ],
+)
+def test_a_router_that_does_not_fit_is_refused(name: str, value: Any, rule: str) -> None:
+    call = Router()
+    put(name, value)(call) if "." in name else setattr(call, name, value)
+    with pytest.raises(BadCall, match=rule):
+        call.run()
+    assert call.numbers.unchanged()
+    Router().run()
+
+
+def test_a_layer_has_an_mlp_or_a_router_and_experts_of_its_width() -> None:
+    call, router, experts = Layer(), Router(), Experts()
+    call.struct.intermediate, call.struct.gates[0], call.struct.down = 0, KvMatrix(), KvMatrix()
+    call.struct.router = address_of(router.struct)
+    with pytest.raises(BadCall, match="a router and experts"):
+        call.leave()
+    call.struct.experts = address_of(experts.struct)
+    with pytest.raises(BadCall, match="must have its width"):
+        call.leave()
+    call = Layer()
+    call.struct.router, call.struct.experts = address_of(router.struct), address_of(experts.struct)
+    with pytest.raises(BadCall, match="a router and experts"):
+        call.leave()
+    assert call.numbers.unchanged()
 
 
 def test_each_expert_has_whole_panels_of_a_matrix() -> None:

@@ -25,9 +25,11 @@ from kvkeep.engine.answer import Answer, Ask, Scheduler
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.experts import PackedExperts
 from kvkeep.models.fingerprint import sampled_fingerprint
-from kvkeep.models.fused import FusedLayer, FusedNorm
+from kvkeep.models.fused import FusedLayer
 from kvkeep.models.loading import Loaded
+from kvkeep.models.norms import FusedNorm
 from kvkeep.models.packed import row_independent
 from kvkeep.models.rotary import Rotary
 from kvkeep.native.library import library
@@ -154,20 +156,22 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
 
 
 def library_computes(model: Any) -> bool:
-    """Return whether the library computes all layers, norms and angles of ``model``, which is no mixture, and the
-    logits are not capped (by torch's tanh). Then torch only rounds single elements, with the same result on every
-    processor."""
+    """Return whether the library computes all layers, norms and angles of ``model``, its routers and experts among
+    them, and the logits are not capped (by torch's tanh). Then torch only rounds single elements, with the same result
+    on every processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
     fused = [vars(layer).get("forward") for layer in layers_of(decoder_of(model))]
-    layers = [one for one in fused if isinstance(one, FusedLayer) and not one.mixture]
+    layers = [one for one in fused if isinstance(one, FusedLayer) and not one.ends]
     if len(layers) < len(fused):
         return False
     widths = {one.rotation.channels for one in layers} - {0}  # some layers rotate nothing
     for module in model.modules():
         name, forward = type(module).__name__, vars(module).get("forward")
         if name.endswith("Norm") and not isinstance(forward, FusedNorm):
+            return False
+        if isinstance(module, PackedExperts) and module.form.transposed:  # activated by tables in bfloat16
             return False
         if "RotaryEmbedding" in name and not (isinstance(forward, Rotary) and forward.exact):
             return False

@@ -3,7 +3,8 @@
 transformers holds the matrices of all experts of a layer in two parameters, (experts, outputs, inputs). Here they are
 packed one below the other, and each expert multiplies with its part. One call of the library runs all experts of a
 layer. It groups the rows of a prompt by expert, so a pass reads each matrix once, and a step reads only those that it
-needs. Activations are tables of all bfloat16 numbers, which torch computes once: the library has torch's bits.
+needs. Activations are tables of all bfloat16 numbers, which torch computes once, in double precision: in float32 its
+exponentials differ between processors.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def _activations(experts: Any, transposed: bool) -> tuple[Tensor, Tensor | None]
     """Return what each bfloat16 number becomes as a gate and as an up."""
     every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
     if not transposed:
-        return experts.act_fn(every), None
+        return experts.act_fn(every.double()).to(torch.bfloat16), None
     gates = experts._apply_gate(torch.stack((every, torch.zeros_like(every)), -1).flatten())  # times 0 + 1
     return gates, every.clamp(-experts.limit, experts.limit) + 1
 

@@ -1,20 +1,18 @@
 """Runs a decoder layer in two kernel calls: one before attention, and one after it.
 
-A step of a small model is mostly the overhead of some forty operations per layer. For layers laid out like Llama's,
-with packed weights, the kernels compute everything between residual and attention. A mixture of experts remains a
-module, between the kernels' norm and the next layer. Kernels use the same chains as the modules (native/layer.h), so
-keys and values rebuilt by a module have the same bits. As in the adapter, nothing is assumed of a family: each layer is
-first compared with its modules on random residuals. A layer that differs, or whose modules are hooked, runs as in
-transformers.
+A step of a small model is mostly the overhead of some forty operations per layer. For layers laid out like Llama's, or
+in the other ways of layer_parts.py, with packed weights, the kernels compute everything between residual and attention.
+A mixture of experts with more than a router and experts remains a module, between the kernels' norm and the next layer.
+Kernels use the same chains as the modules (native/layer.h), so keys and values rebuilt by a module have the same bits.
+As in the adapter, nothing is assumed of a family: each layer is first compared with its modules on random residuals. A
+layer that differs, or whose modules are hooked, runs as in transformers.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
-from operator import attrgetter, is_
+from itertools import chain, pairwise, product
 from typing import Any
 
 import torch
@@ -26,10 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.errors import trial
 from kvkeep.models.forward import current_attender
 from kvkeep.models.layer_parts import parts_of
+from kvkeep.models.norms import FusedNorm, Weights, fuse_norm, ours
 from kvkeep.models.packed import Packed, PackedLinear, WithPointers
 from kvkeep.models.recurrences import replace_recurrence
 from kvkeep.models.rotary import Rotation, replace_rotary, rotations_of
-from kvkeep.models.routers import replace_routers
+from kvkeep.models.routers import LibraryRouter, replace_routers
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
 from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, KvMatrix, address_of, array
@@ -41,57 +40,6 @@ _GATES: dict[int, Callable[[Tensor], Tensor]] = {
     SILU: functional.silu, GELU_TANH: lambda x: functional.gelu(x, approximate="tanh")
 }  # fmt: skip
 """Activations by their numbers in the library."""
-
-
-class FusedNorm:
-    """The forward of an RMSNorm by the kernel."""
-
-    def __init__(self, norm: nn.Module, offset: float) -> None:
-        self.norm, self.offset = norm, offset
-        self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
-        """The factors, (width,) float32."""
-        self.eps = _eps(norm)
-        self._weights = Weights([self])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of ``x``, (..., width)."""
-        if not (_ours(x) and self._weights.hold()):
-            return type(self.norm).forward(self.norm, x)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        kernels().kvkeep_norm(x, self.weight, self.eps, out)
-        return out
-
-
-class Weights:
-    """The weights of some fused norms. Every step compares them, most often with those of the step before."""
-
-    def __init__(self, norms: Sequence[FusedNorm]) -> None:
-        self._norms, self._parameters = norms, [one.norm._parameters for one in norms]
-        self._known: Sequence[Any] = [None]  # the parameters that hold
-        self._tracked: Sequence[Tensor] = ()  # those that have a version
-        self._state: Sequence[int] = ()
-
-    def hold(self) -> bool:
-        """Return whether each norm's ``weight`` is that of its module's parameter. Changes of ``parameter.data`` in
-        place leave no trace."""
-        now = [parameters.get("weight") for parameters in self._parameters]
-        if len(now) == len(self._known) and all(map(is_, now, self._known)) and self._state == self._seen():
-            return True
-        self._known = [None]
-        for one, weight in zip(self._norms, now, strict=True):
-            if weight is None or not torch.equal(weight.detach().float() + one.offset, one.weight):
-                return False
-        self._tracked = [one for one in now if one is not None and not one.is_inference()]
-        self._known = now
-        self._state = self._seen()
-        return True
-
-    def _seen(self) -> list[int]:
-        return [*map(_VERSION, self._tracked), *map(Tensor.data_ptr, self._known)]
-
-
-_VERSION = attrgetter("_version")
 
 
 class Unchanged:
@@ -125,6 +73,8 @@ class FusedLayer(WithPointers):
         parts, self.dim = self.parts, self.attention.head_dim
         self.mixture = not parts.gates
         """Whether its MLP is a mixture of experts."""
+        self.router = parts.router
+        """The router of a mixture that the library runs; None: modules run the mixture, or it is none."""
         self.heads, self.hidden = parts.out.in_features // self.dim, parts.qkv[0].in_features
         self.inner = sum(one.out_features for one in parts.gates) // 2
         self.kv_heads = (sum(one.out_features for one in parts.qkv) // self.dim - self.heads) // 2
@@ -152,7 +102,7 @@ class FusedLayer(WithPointers):
         self.unchanged = Unchanged([self])
         self._parts = [_joined(parts.qkv), [parts.out], _joined(parts.gates), parts.down]
         self.rotation = Rotation(0, 0)
-        """How queries and keys are rotated (:meth:`rotate_by`)."""
+        """How queries and keys are rotated (:meth:`change`)."""
         self.window: int | None = None
         """The number of entries that its attention sees; None: all."""
         self.all: FusedLayers | None = None  # set in the first layer: runs all layers
@@ -179,12 +129,15 @@ class FusedLayer(WithPointers):
             activation=self.gate,
             residual_scale=self.parts.residual_scale,
         )
+        mixture = [] if self.router is None else [self.router.struct, self.parts.mlp.experts.struct]
+        if mixture:
+            struct.router, struct.experts = map(address_of, mixture)
         for name, norm in self._weights.items():
             setattr(struct, name, array(None if norm is None else norm.weight))
             if norm is not None:
                 struct.eps = norm.eps
         # Keeps the buffers alive as long as the pointers, even if the modules move.
-        struct.kept = [buffer for parts in self._parts for part in parts for buffer in part.buffers()]
+        struct.kept = [*mixture, *(buffer for parts in self._parts for part in parts for buffer in part.buffers())]
         return struct
 
     @functools.cached_property
@@ -192,9 +145,14 @@ class FusedLayer(WithPointers):
         """The address of :attr:`struct`."""
         return address_of(self.struct)
 
-    def rotate_by(self, rotation: Rotation) -> None:
-        """Set how queries and keys are rotated."""
-        self.rotation = rotation
+    @property
+    def ends(self) -> bool:
+        """Whether the library runs it only up to its MLP."""
+        return self.mixture and self.router is None
+
+    def change(self, rotation: Rotation, router: LibraryRouter | None) -> None:
+        """Set how queries and keys are rotated, and :attr:`router`."""
+        self.rotation, self.router = rotation, router
         for name in self.pointers:
             self.__dict__.pop(name, None)
 
@@ -221,7 +179,7 @@ class FusedLayer(WithPointers):
             or interface is None
             or position_embeddings is None
             or position_embeddings[0].shape[-1] != self.rotation.angles
-            or not _ours(hidden_states)
+            or not ours(hidden_states)
             or kwargs.get("output_attentions")
             or not self.unchanged()
         ):
@@ -260,7 +218,7 @@ class FusedLayer(WithPointers):
 
     def _leave(self, output: Tensor, residual: Tensor) -> Tensor:
         result = torch.empty_like(residual)
-        if not self.mixture:
+        if not self.ends:
             kernels().kvkeep_after_attention(self.address, output.contiguous(), residual, result)
             return result
         normed = torch.empty_like(residual)
@@ -269,8 +227,8 @@ class FusedLayer(WithPointers):
 
 
 class FusedLayers(WithPointers):
-    """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer. If some are
-    mixtures, a call ends at each of them."""
+    """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer. A call ends at each
+    mixture that modules run."""
 
     pointers = ("tables",)
 
@@ -299,7 +257,7 @@ class FusedLayers(WithPointers):
     @functools.cached_property
     def tables(self) -> list[tuple[Any, Any, slice]]:
         """Of each call: the layers' addresses, the scaling of each layer's attention, and which layers these are."""
-        ends = [number for number, one in enumerate(self.layers, 1) if one.mixture or number == len(self.layers)]
+        ends = [number for number, one in enumerate(self.layers, 1) if one.ends or number == len(self.layers)]
         return [
             (
                 structures.address_table([one.address for one in self.layers[first:last]]),
@@ -315,7 +273,7 @@ class FusedLayers(WithPointers):
         x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].rotation)
         for layers, scaling, part in self.tables:
             last = self.layers[part][-1]
-            normed = torch.empty_like(x) if last.mixture else None
+            normed = torch.empty_like(x) if last.ends else None
             run_layers(layers, scaling, part, planned, writes, x, *turns, normed)
             if normed is not None:
                 x += last.parts.mixed(normed)
@@ -362,7 +320,7 @@ def fuse(model: Any, layers: Any) -> int:
     for module in model.modules():
         # The order matters: reading the weight of a packed matrix unpacks it.
         if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):
-            _fuse_norm(module)
+            fuse_norm(module)
     for module in [*model.modules()]:  # with their norms
         replace_recurrence(module)
     done: list[FusedLayer] = []
@@ -370,32 +328,16 @@ def fuse(model: Any, layers: Any) -> int:
     for index, layer in enumerate(layers):
         with trial(f"layer {index} runs by its modules"):
             fused = FusedLayer(layer)
-            if (found := next((one for one in rotations if _agrees(fused, one)), None)) is not None:
+            if _agrees(fused, rotations):
                 layer.forward = fused
                 done.append(fused)
-                rotations.sort(key=lambda one: one != found)  # most likely the next layer has the same
+                rotations.sort(key=fused.rotation.__ne__)  # most likely the next layer has the same
     if done and len(done) == len(layers):
         done[0].all = FusedLayers.of(done, layers)
         if type(layers) is nn.ModuleList:
             layers.__class__ = FusedList
     trim_memory()  # releases the joined matrices
     return len(done)
-
-
-@torch.no_grad()
-def _fuse_norm(norm: Any) -> None:
-    if [*inspect.signature(type(norm).forward).parameters][2:]:  # a norm with a gate
-        return
-    width = norm.weight.shape[-1]
-    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    if norm.weight.ndim != 1 or norm.weight.dtype != torch.bfloat16 or _eps(norm) is None:
-        return
-    wanted = type(norm).forward(norm, x)
-    for offset in (0.0, 1.0):
-        fused = FusedNorm(norm, offset)
-        if bool(((fused(x) - wanted).float().abs() <= 0.02 * wanted.float().abs() + 1e-5).all()):
-            norm.forward = fused
-            return
 
 
 @torch.no_grad()
@@ -409,47 +351,61 @@ def _gate(function: Any) -> int:
 
 
 @torch.no_grad()
-def _agrees(fused: FusedLayer, rotation: Rotation) -> bool:
-    """Return whether a fused layer that rotates so and its modules agree on random residuals: in their attention inputs
-    to the bit, and in their sums, those of a mixture to the bit. The residuals are two rows at near and far positions
-    (some families scale queries at far ones). They are small, so that bfloat16 preserves the sums."""
+def _agrees(fused: FusedLayer, rotations: Sequence[Rotation]) -> bool:
+    """Give a fused layer the first rotation, and its router if possible, with which it agrees with its modules on
+    random residuals; return whether there is one. Attention inputs and the sums of a mixture have to agree to the bit,
+    other sums up to rounding. The residuals are two rows at near and far positions (some families scale queries at far
+    ones). They are small, so that bfloat16 preserves the sums."""
     if not fused.unchanged():  # hooked: the comparison would run the same modules twice
         return False
-    fused.rotate_by(rotation)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
-    halves = 1 if rotation.halves else 2
-    angle = torch.rand(2, 5, rotation.angles // halves, generator=generator).repeat(1, 1, halves) * 6
-    angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
-    before, calls, inputs = fused.attention.config._attn_implementation, [], []
-    trial = f"kvkeep_trial_{id(fused)}"  # a process may load two models
+    by_modules: dict[tuple[int, bool], tuple[Any, ...]] = {}
+    for rotation, router in product(rotations, dict.fromkeys((fused.parts.router, None))):
+        halves = 1 if rotation.halves else 2
+        angle = torch.rand(2, 5, rotation.angles // halves, generator=generator.manual_seed(1)).repeat(1, 1, halves) * 6
+        angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
+        given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
+        if (known := (rotation.angles, rotation.halves)) not in by_modules:
+            by_modules[known] = _watched(fused, functools.partial(fused.plain, x, **given))
+        wanted, inputs, options = by_modules[known]
+        fused.window = options.get("sliding_window")
+        fused.change(rotation, router)
+        found, *attended = _watched(fused, functools.partial(fused, x, **given))
+        if not isinstance(wanted, Tensor) or wanted.shape != found.shape or options != attended[1]:
+            return False
+        if not all(map(torch.equal, inputs, attended[0])):
+            continue
+        # All chains of a mixture are those of the modules, and its experts are chosen by their bits.
+        near = 0.0 if fused.mixture else 0.03 * float((wanted.float() - x.float()).abs().max())
+        if bool((wanted.float() - found.float()).abs().max() <= near):
+            return True
+    return False
+
+
+def _watched(fused: FusedLayer, forward: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return what a layer's ``forward`` returns, and queries, keys and values of its attention, and what else that is
+    given."""
+    config, seen = fused.attention.config, []
+    before, trial = config._attn_implementation, f"kvkeep_trial_{id(fused)}"  # a process may load two models
 
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(
-            {name: one for name, one in kwargs.items() if not (one is None or one is False or isinstance(one, Tensor))}
-        )
-        inputs.append(args[:3])
+        given = {
+            name: one for name, one in kwargs.items() if not (one is None or one is False or isinstance(one, Tensor))
+        }
+        seen.append((args[:3], given))
         return sdpa_attention_forward(module, *args, **kwargs)
 
     try:
         ALL_ATTENTION_FUNCTIONS[trial] = attention
-        fused.attention.config._attn_implementation = trial
-        given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
-        wanted = fused.plain(x, **given)
-        fused.window = calls[0].get("sliding_window")
-        found = fused(x, **given)
+        config._attn_implementation = trial
+        output = forward()
     finally:
-        fused.attention.config._attn_implementation = before
+        config._attn_implementation = before
         del ALL_ATTENTION_FUNCTIONS[trial]
-    if not isinstance(wanted, Tensor) or wanted.shape != found.shape or calls[1:] != calls[:-1]:
-        return False
-    if len(inputs) != 2 or not all(map(torch.equal, *inputs)):
-        return False
-    if fused.mixture:  # all of its chains are those of the modules, and its experts are chosen by their bits
-        return torch.equal(wanted, found)
-    added = wanted.float() - x.float()
-    return bool((wanted - found).float().abs().max() <= 0.03 * added.abs().max())
+    ((inputs, given),) = seen
+    return output, inputs, given
 
 
 def _side_by_side(parts: Sequence[Any], outputs: Sequence[int], inputs: int) -> list[tuple[int, int]]:
@@ -481,11 +437,3 @@ def _joined(parts: Sequence[Any]) -> Sequence[Any]:
     for part in parts:
         part.__dict__.pop("struct", None)
     return [joined]
-
-
-def _ours(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
-
-
-def _eps(norm: Any) -> float:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))  # type: ignore[return-value]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvkeep.models.experts import PackedExperts
 from kvkeep.models.packed import PackedLinear
+from kvkeep.models.routers import LibraryRouter
 
 _NORMS = (
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
@@ -43,6 +44,8 @@ class LayerParts(NamedTuple):
     """Whether queries and keys are rotated before their norms."""
     mlp: Any
     """The module of the MLP or the mixture."""
+    router: LibraryRouter | None
+    """The router of a mixture, if the library runs it, and beside it there are only experts."""
     shared: Any
     """A module beside a mixture that every token runs through; or None."""
     residual_scale: float
@@ -70,6 +73,7 @@ def parts_of(layer: Any) -> LayerParts:
     mlp = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
     mixture = isinstance(getattr(mlp, "experts", None), PackedExperts)
     gates, down, activation = ([], [], None) if mixture else _gated(mlp)
+    shared = getattr(layer, "shared_mlp", None)
     names = {name for name, _ in layer.named_children() if name.endswith("norm")}
     places = next((one for one in _NORMS if {*one} - {None} == names), None)
     if places is None:
@@ -86,7 +90,8 @@ def parts_of(layer: Any) -> LayerParts:
         dict(zip(kinds, [*norms, *(getattr(attention, name, None) for name in of_heads)], strict=True)),
         of_heads is _OF_HEADS[1],
         mlp,
-        getattr(layer, "shared_mlp", None),
+        _router_of(mlp) if mixture and shared is None else None,
+        shared,
         float(getattr(layer, "residual_multiplier", 1.0)),
     )
 
@@ -95,6 +100,11 @@ def _gated(mlp: Any) -> tuple[list[Any], list[Any], Any]:
     """Return the matrices of a gated MLP, and its activation."""
     gates = _named(mlp, "gate_up_proj") or [mlp.gate_proj, mlp.up_proj]
     return gates, [mlp.down_proj], mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+
+
+def _router_of(mixture: Any) -> LibraryRouter | None:
+    found = [vars(one).get("forward") for one in mixture.children() if one is not mixture.experts]
+    return found[0] if len(found) == 1 and isinstance(found[0], LibraryRouter) and mixture.experts.down.native else None
 
 
 def _named(module: Any, name: str) -> list[Any]:

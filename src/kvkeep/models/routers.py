@@ -1,14 +1,17 @@
 """Routers of experts, which compute each row alone: torch chooses its products by the number of rows, and a token would
 go to other experts in a larger batch.
 
-The code of routers differs from family to family, so a router stays as it is. Its weight is replaced by one that
-computes ``torch.nn.functional.linear`` itself (torch's ``__torch_function__``), and a mode of torch computes its
-sigmoid. The softmax, the sums and the choice of torch are those of a single row for any number of rows.
+The library runs a router (:class:`LibraryRouter`) if a trial shows that it chooses the same experts. The code of all
+others stays as it is. Their weight is replaced by one that computes ``torch.nn.functional.linear`` itself (torch's
+``__torch_function__``), and a mode of torch computes their sigmoid. The softmax, the sums and the choice of torch are
+those of a single row for any number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,8 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kvkeep.errors import trial
-from kvkeep.models.packed import Blocks, Packed, multiplied
-from kvkeep.native.library import library
+from kvkeep.models.packed import Blocks, Packed, WithPointers, multiplied
+from kvkeep.native.library import kernels, library
+from kvkeep.native.structures import SIGMOID, SOFTMAX, KvRouter, address_of, array
+
+TRIAL_ROWS = 40
+"""Rows for which the library and a router are compared."""
 
 
 class RouterWeight(nn.Parameter):
@@ -84,23 +91,98 @@ class Routed:
         return found
 
 
+class LibraryRouter(WithPointers):
+    """The forward of a router by the library."""
+
+    def __init__(self, module: Any, scores: int, normalised: bool, like: Sequence[Tensor]) -> None:
+        """scores: a KvScores. normalised: whether weights are divided by their sum. like: what the module returns."""
+        self.module, self.scores, self.normalised = module, scores, normalised
+        self.matrix: Packed = module.weight.packed
+        self.k, self.dtypes = like[2].shape[-1], [one.dtype for one in like]
+        self.scale = float(getattr(module, "routed_scaling_factor", 1.0))
+        bias = getattr(module, "bias", None)
+        self.bias = None if bias is None else bias.detach().to(module.weight.dtype)
+        choice = getattr(getattr(module, "moe_statics", module), "e_score_correction_bias", None)
+        self.choice_bias = None if choice is None else choice.detach().float().flatten()
+        self._given: Tensor | None = None  # what the mixture has for it
+
+    @cached_property
+    def struct(self) -> KvRouter:
+        """The router as a struct for the kernels. Its tensors must outlive it."""
+        struct = KvRouter(
+            weight=self.matrix.struct,
+            bias=array(self.bias),
+            choice_bias=array(self.choice_bias),
+            scores=self.scores,
+            k=self.k,
+            normalised=self.normalised,
+            rounded=self.dtypes[1] == torch.bfloat16,
+            scale=self.scale,
+        )
+        struct.kept = [*self.matrix.buffers(), self.bias, self.choice_bias]
+        return struct
+
+    def __call__(self, hidden_states: Tensor, *biases: Tensor) -> tuple[Tensor, ...]:
+        """Return what the router's own forward returns: products (tokens, experts), and the weights and numbers of the
+        chosen experts (tokens, k), those of the greatest scores first. biases: those of the choice, (experts,), where
+        the mixture has them."""
+        x = hidden_states.reshape(-1, self.matrix.in_features)
+        if x.dtype != torch.bfloat16 or not x.is_cpu or (torch.is_grad_enabled() and x.requires_grad):
+            return type(self.module).forward(self.module, hidden_states, *biases)
+        if biases and biases[0] is not self._given:
+            self._given, self.choice_bias = biases[0], biases[0].detach().float().contiguous()
+            self.__dict__.pop("struct", None)
+        products, weights = torch.empty(len(x), self.matrix.out_features), torch.empty(len(x), self.k)
+        chosen = torch.empty(len(x), self.k, dtype=torch.int64)
+        kernels().kvkeep_route(address_of(self.struct), x.contiguous(), products, weights, chosen)
+        return tuple(one.to(dtype) for one, dtype in zip((products, weights, chosen), self.dtypes, strict=True))
+
+
 @torch.no_grad()
 def replace_routers(model: Any) -> None:
-    """Let a model's routers compute each row alone. Their weights are replaced where a trial shows that the library
-    then computes their products, and their forward where it has a sigmoid."""
+    """Let a model's routers compute each row alone: by the library, where a trial shows that it chooses as they do. The
+    weights of others are replaced where the library then computes their products, and their forward where it has a
+    sigmoid."""
     for module in [one for one in model.modules() if "Router" in type(one).__name__]:
         module.forward = routed = Routed(module)
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             continue
         module.weight = made = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
-        needed = True
+        x = torch.randn(TRIAL_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        # Of large rows few experts have high scores, of small ones all have nearly the same.
+        x = x * 2.0 ** -(torch.arange(TRIAL_ROWS) % 8)[:, None].to(torch.bfloat16)
         for biases in ((), (torch.zeros(len(weight)),)):  # some are given the biases of the choice
             if made.packed is None:
                 with trial("a router"):
-                    module(torch.zeros(2, weight.shape[1], dtype=torch.bfloat16), *biases)
-                    needed = routed.has_sigmoid
+                    wanted = module(x, *biases)
+                    if (router := _by_library(module, x, biases, wanted)) is not None:
+                        module.forward = router
+                    elif not routed.has_sigmoid:
+                        del module.forward
         if made.packed is None:
             module.weight = weight
-        if not needed:
-            del module.forward
+
+
+def _by_library(module: Any, x: Tensor, biases: Sequence[Tensor], wanted: Sequence[Tensor]) -> LibraryRouter | None:
+    """Return a router that chooses what ``module`` does for rows ``x``; None: the library has none. wanted: what the
+    module returns."""
+    if (getattr(module, "num_group", None) or 1) > 1:  # few rows may not show that it chooses groups first
+        return None
+    with trial("a router's choice"):
+        for scores, normalised in product((SOFTMAX, SIGMOID), (False, True)):
+            router = LibraryRouter(module, scores, normalised, wanted)
+            if _same_choice(router(x, *biases), wanted):
+                return router
+    return None
+
+
+def _same_choice(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Return whether routers choose the same experts, up to rounding. Of experts with the same product, either may be
+    chosen."""
+
+    def compared(products: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+        return products, products.gather(1, chosen).sort().values, weights.sort().values
+
+    pairs = zip(compared(*found), compared(*wanted), strict=True)
+    return all(one.shape == other.shape and torch.allclose(one, other, rtol=0.01, atol=1e-6) for one, other in pairs)

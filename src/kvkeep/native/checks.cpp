@@ -278,6 +278,36 @@ bool matrices_fit(const KvMatrix* matrices, int count, int64_t inputs, Wide outp
   return true;
 }
 
+bool router_fits(const KvRouter& r) {
+  const KvMatrix& m = r.weight;
+  if (!matrix_fits(m)) return false;
+  RULE(m.outputs > 0 && (m.kind == KV_BF16 || m.kind == KV_F32), "a router must have a weight without blocks");
+  RULE(holds_or_nothing(r.bias, m.kind == KV_F32 ? KV_FLOAT32 : KV_BFLOAT16, m.outputs) &&
+           holds_or_nothing(r.choice_bias, KV_FLOAT32, m.outputs),
+       "biases of a router must be of each expert, of the type of products, and float32 for the choice");
+  RULE(r.scores >= 0 && r.scores <= KV_SIGMOID && r.k > 0 && r.k <= m.outputs,
+       "a router must choose experts that exist, in a way that the library has");
+  return true;
+}
+
+bool experts_fit(const KvExperts& e) {
+  for (int64_t one : {e.experts, e.hidden, e.inner}) RULE(one > 0 && is_size(one), "experts must have widths");
+  RULE(e.hidden % 16 == 0 && e.inner % 16 == 0 && (e.gated == 0 || e.gated == 1),
+       "experts must have widths that are multiples of 16");
+  const Wide outputs = Wide(1 + e.gated) * e.inner, count = e.experts;
+  RULE(count * outputs <= MAX_SIZE && count * e.hidden <= MAX_SIZE, "experts must have no more outputs than memory");
+  if (!matrices_fit(e.gates, 2, e.hidden, count * outputs)) return false;
+  if (!matrices_fit(&e.down, 1, e.inner, count * e.hidden)) return false;
+  for (const KvMatrix& one : e.gates)
+    RULE(one.outputs % (count * KV_PANEL_OUTPUTS) == 0, "each expert must have whole panels of a matrix");
+  RULE(holds_or_nothing(e.gates_bias, KV_BFLOAT16, count * outputs) &&
+           holds_or_nothing(e.down_bias, KV_BFLOAT16, count * e.hidden),
+       "biases must be bfloat16 of each output");
+  RULE(holds(e.gate_values, KV_BFLOAT16, 1 << 16) && holds_or_nothing(e.up_values, KV_BFLOAT16, 1 << 16),
+       "what gates and ups become must be bfloat16 of each bfloat16 number");
+  return true;
+}
+
 bool layer_fits(const KvLayer& l) {
   for (int64_t one : {l.hidden, l.heads, l.kv_heads, l.dim})
     RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
@@ -290,6 +320,13 @@ bool layer_fits(const KvLayer& l) {
   if (!matrices_fit(&l.out, 1, l.heads * l.dim, l.hidden)) return false;
   if (!matrices_fit(l.gates, 2, l.hidden, 2 * Wide(l.intermediate))) return false;
   if (!matrices_fit(&l.down, 1, l.intermediate, l.intermediate ? l.hidden : 0)) return false;
+  RULE(!l.router == !l.experts && !(l.router && l.intermediate), "a layer must have an MLP, or a router and experts");
+  if (l.router) {
+    if (!router_fits(*l.router) || !experts_fit(*l.experts)) return false;
+    RULE(l.experts->hidden == l.hidden && l.router->weight.inputs == l.hidden &&
+             l.router->weight.outputs == l.experts->experts,
+         "the router and the experts of a layer must have its width");
+  }
   for (int i = 0; i < 3; i++)
     RULE(holds_or_nothing(l.qkv_bias[i], KV_BFLOAT16, l.qkv[i].outputs), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.out_bias, KV_BFLOAT16, l.hidden), "biases must be bfloat16 of each output");
@@ -395,26 +432,24 @@ bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& r
 }
 
 bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArray& residual, const KvArray& y) {
-  RULE(l.intermediate, "a layer must have its MLP");
+  RULE(l.intermediate || l.router, "a layer must have its MLP");
   return before_mlp_fits(l, attended, residual, y, y);
+}
+
+bool route_fits(const KvRouter& r, const KvArray& x, const KvArray& logits, const KvArray& weights,
+                const KvArray& chosen) {
+  if (!router_fits(r)) return false;
+  RULE(is_rows_of(x, r.weight.inputs), "a router must read bfloat16 rows of its width");
+  const Wide rows = x.length / r.weight.inputs;
+  RULE(holds(logits, KV_FLOAT32, rows * r.weight.outputs) && holds(weights, KV_FLOAT32, rows * r.k) &&
+           holds(chosen, KV_INT64, rows * r.k),
+       "a router must write products and weights in float32, and numbers of experts in int64");
+  return true;
 }
 
 bool experts_fit(const KvExperts& e, const KvArray& x, const KvArray& chosen, const KvArray& weights,
                  const KvArray& y) {
-  for (int64_t one : {e.experts, e.hidden, e.inner}) RULE(one > 0 && is_size(one), "experts must have widths");
-  RULE(e.hidden % 16 == 0 && e.inner % 16 == 0 && (e.gated == 0 || e.gated == 1),
-       "experts must have widths that are multiples of 16");
-  const Wide outputs = Wide(1 + e.gated) * e.inner, count = e.experts;
-  RULE(count * outputs <= MAX_SIZE && count * e.hidden <= MAX_SIZE, "experts must have no more outputs than memory");
-  if (!matrices_fit(e.gates, 2, e.hidden, count * outputs)) return false;
-  if (!matrices_fit(&e.down, 1, e.inner, count * e.hidden)) return false;
-  for (const KvMatrix& one : e.gates)
-    RULE(one.outputs % (count * KV_PANEL_OUTPUTS) == 0, "each expert must have whole panels of a matrix");
-  RULE(holds_or_nothing(e.gates_bias, KV_BFLOAT16, count * outputs) &&
-           holds_or_nothing(e.down_bias, KV_BFLOAT16, count * e.hidden),
-       "biases must be bfloat16 of each output");
-  RULE(holds(e.gate_values, KV_BFLOAT16, 1 << 16) && holds_or_nothing(e.up_values, KV_BFLOAT16, 1 << 16),
-       "what gates and ups become must be bfloat16 of each bfloat16 number");
+  if (!experts_fit(e)) return false;
   RULE(is_rows_of(x, e.hidden) && holds(y, KV_BFLOAT16, x.length),
        "experts must read and write bfloat16 rows of their width");
   const int64_t rows = x.length / e.hidden;
@@ -529,7 +564,7 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
   for (int64_t layer = 0; layer < count; layer++) {
     const KvLayer& l = *layers[layer];
     if (layer && !layer_fits(l)) return false;
-    RULE(l.intermediate || (layer == count - 1 && has(normed)), "a layer must have its MLP");
+    RULE(l.intermediate || l.router || (layer == count - 1 && has(normed)), "a layer must have its MLP");
     RULE(l.hidden == first.hidden && l.heads == first.heads && l.kv_heads == first.kv_heads && l.dim == dim,
          "layers of a call must have the same heads");
     const Wide angles = Wide(tokens) * l.rotated;

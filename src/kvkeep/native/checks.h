@@ -24,6 +24,8 @@ bool before_attention_fits(const KvLayer& layer, const KvArray& x, int64_t batch
 bool before_mlp_fits(const KvLayer& layer, const KvArray& attended, const KvArray& residual, const KvArray& y,
                      const KvArray& normed);
 bool after_attention_fits(const KvLayer& layer, const KvArray& attended, const KvArray& residual, const KvArray& y);
+bool route_fits(const KvRouter& router, const KvArray& x, const KvArray& logits, const KvArray& weights,
+                const KvArray& chosen);
 bool experts_fit(const KvExperts& experts, const KvArray& x, const KvArray& chosen, const KvArray& weights,
                  const KvArray& y);
 bool delta_net_fits(const KvDeltaNet& net, const KvArray& inputs, const KvArray& gate, const KvArray& beta,

@@ -163,6 +163,11 @@ KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray 
              [&](auto& kernels) { return kernels.after_attention(layer, attended, residual, y); });
 }
 
+KvStatus kvkeep_route(const KvRouter* router, KvArray x, KvArray logits, KvArray weights, KvArray chosen) {
+  return run(route_fits(*router, x, logits, weights, chosen),
+             [&](auto& kernels) { return kernels.route(router, x, logits, weights, chosen); });
+}
+
 KvStatus kvkeep_run_experts(const KvExperts* experts, KvArray x, KvArray chosen, KvArray weights, KvArray y) {
   return run(experts_fit(*experts, x, chosen, weights, y),
              [&](auto& kernels) { return kernels.run_experts(experts, x, chosen, weights, y); });

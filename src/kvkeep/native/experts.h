@@ -194,14 +194,18 @@ struct ExpertPass {
   }
 };
 
+static void add_needs(const KvExperts& e, int64_t pairs, Needs& needs) {
+  for (const KvMatrix& one : e.gates) add_needs(one, min64(pairs, BATCH_PAIRS), needs);
+  add_needs(e.down, min64(pairs, BATCH_PAIRS), needs);
+}
+
 static KvStatus run_experts(const KvExperts* e, KvArray x, KvArray chosen, KvArray weights, KvArray y) {
   const int64_t rows = x.length / e->hidden;
   if (!rows) return KV_DONE;
   ExpertPass pass{*e, numbers<bf16>(x), numbers<int64_t>(chosen), numbers<float>(weights), numbers<bf16>(y), rows,
                   chosen.length / rows};
   Needs needs;
-  for (const KvMatrix& one : e->gates) add_needs(one, pass.batch(), needs);
-  add_needs(e->down, pass.batch(), needs);
+  add_needs(*e, rows * pass.k, needs);
   needs.add(KV_SCRATCH_LAYER, pass.scratch_bytes());
   if (!needs.reserve()) return KV_NO_MEMORY;
   void* scratch = kv_scratch(KV_SCRATCH_LAYER, size_t(pass.scratch_bytes()));

@@ -41,6 +41,11 @@ enum KvActivation { /* of a gated MLP */
   KV_GELU_TANH /* the approximation by tanh */
 };
 
+enum KvScores { /* what a router makes of its products */
+  KV_SOFTMAX, /* over all experts */
+  KV_SIGMOID  /* of each */
+};
+
 enum KvRotation { /* which of the rotated channels are rotated together */
   KV_HALVES,     /* i and i + rotated / 2; products are rounded before they are added */
   KV_PAIRS,      /* 2 i and 2 i + 1, in the same way */
@@ -95,11 +100,38 @@ typedef struct KvMatrix {
   int64_t kind;       /* a KvKind */
 } KvMatrix;
 
+typedef struct KvRouter { /* chooses experts for each row */
+  KvMatrix weight;        /* (experts, hidden), KV_BF16 or KV_F32, in whose type products are rounded */
+  KvArray bias;           /* (experts), added to products, in their type; or nothing */
+  KvArray choice_bias;    /* (experts) float32, added to scores only where they are compared; or nothing */
+  int64_t scores;         /* a KvScores */
+  int64_t k;              /* experts of a row, those of the greatest scores; of equal ones the first */
+  int64_t normalised;     /* 1: weights, the scores of these, are divided by their sum */
+  int64_t rounded;        /* 1: weights are rounded to bfloat16 */
+  float scale;            /* what weights are multiplied by */
+} KvRouter;
+
+typedef struct KvExperts { /* the experts of a layer. A matrix has the outputs of each expert, one after the other */
+  KvMatrix gates[2];       /* gates before ups, joined where they are of one kind; or only ups */
+  KvMatrix down;           /* (experts * hidden, inner) */
+  KvArray gates_bias;      /* (experts, outputs of the gates of one) bfloat16; or nothing */
+  KvArray down_bias;       /* (experts, hidden) bfloat16; or nothing */
+  KvArray gate_values;     /* (65536) bfloat16: what a gate becomes, or an up without gates: the number whose bits are i
+                              becomes gate_values[i] */
+  KvArray up_values;       /* the same of ups, which gates are multiplied by; nothing: they stay as they are */
+  int64_t experts;         /* how many */
+  int64_t hidden;          /* width of the residual stream, a multiple of 16 */
+  int64_t inner;           /* width of an expert, a multiple of 16 */
+  int64_t gated;           /* 1: there are gates, 0: only ups */
+} KvExperts;
+
 typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvMatrix qkv[3];                /* query, key and value projections, joined where they are of one kind; in order */
   KvMatrix out;                   /* output projection: (hidden, heads * dim) */
   KvMatrix gates[2];              /* gate and up projections of the MLP, joined if they are of one kind; or nothing */
   KvMatrix down;                  /* down projection: (hidden, intermediate); nothing without gates */
+  const KvRouter* router;         /* of a mixture of experts in place of gates; or null */
+  const KvExperts* experts;       /* null with it */
   KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
   KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32; or nothing */
@@ -115,25 +147,11 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   int64_t rotated;                /* channels of a query or key that are rotated, its first ones, even; 0: none */
   int64_t rotation;               /* a KvRotation */
   int64_t rotates_first;          /* 1: queries and keys are rotated before their norms, 0: after them */
-  int64_t intermediate;           /* width of the MLP, a multiple of 16; 0: the layer has another one */
+  int64_t intermediate;           /* width of the MLP, a multiple of 16; 0: the layer has experts, or another one */
   int64_t activation;             /* a KvActivation */
   float residual_scale;           /* what attention's and the MLP's output is multiplied by before it is added */
   float eps;                      /* of all norms */
 } KvLayer;
-
-typedef struct KvExperts { /* the experts of a layer. A matrix has the outputs of each expert, one after the other */
-  KvMatrix gates[2];       /* gates before ups, joined where they are of one kind; or only ups */
-  KvMatrix down;           /* (experts * hidden, inner) */
-  KvArray gates_bias;      /* (experts, outputs of the gates of one) bfloat16; or nothing */
-  KvArray down_bias;       /* (experts, hidden) bfloat16; or nothing */
-  KvArray gate_values;     /* (65536) bfloat16: what a gate becomes, or an up without gates: the number whose bits are i
-                              becomes gate_values[i] */
-  KvArray up_values;       /* the same of ups, which gates are multiplied by; nothing: they stay as they are */
-  int64_t experts;         /* how many */
-  int64_t hidden;          /* width of the residual stream, a multiple of 16 */
-  int64_t inner;           /* width of an expert, a multiple of 16 */
-  int64_t gated;           /* 1: there are gates, 0: only ups */
-} KvExperts;
 
 typedef struct KvDeltaNet { /* a gated delta net (Qwen3-Next, Qwen 3.5), without its projections */
   KvArray conv;             /* (taps, channels) float32: the convolution's weights, those of the oldest input first */
@@ -299,9 +317,12 @@ KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch,
 /* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). residual,
  * y: (n, hidden), the residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. */
 KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y, KvArray normed);
-/* Runs a layer from its attention on: output projection, residual, MLP, residual. attended: (n, heads * dim). residual,
- * y: (n, hidden); they may be the same. All are bfloat16. */
+/* Runs a layer from its attention on: output projection, residual, MLP or mixture, residual. attended: (n, heads *
+ * dim). residual, y: (n, hidden); they may be the same. All are bfloat16. */
 KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y);
+/* Chooses experts for each row. x: (n, hidden) bfloat16. logits: (n, experts) float32, written: products of the weight.
+ * weights: (n, k) float32, written. chosen: (n, k) int64, written. */
+KvStatus kvkeep_route(const KvRouter* router, KvArray x, KvArray logits, KvArray weights, KvArray chosen);
 /* Writes the sum of what the chosen experts return for each row, times their weights. x, y: (n, hidden) bfloat16; they
  * may be the same. chosen: (n, k) int64; numbers of no expert are left out. weights: (n, k) float32. What an expert
  * returns is rounded to bfloat16, and so is its product with the weight; these are added in float32, in the order of

@@ -3,13 +3,48 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "matmul.h"
+#include "router.h"
 
 namespace {
 
 // Scratch of each row, in elements of bfloat16.
 static int64_t elements_before_attention(const KvLayer& l) { return l.hidden + (l.heads + 2 * l.kv_heads) * l.dim; }
 static int64_t elements_after_attention(const KvLayer& l) { return l.hidden + 3 * l.intermediate; }
+
+// The mixture of a layer: its router, and then its experts.
+struct MixturePass {
+  RouterPass router;
+  ExpertPass experts;
+
+  MixturePass(const KvLayer& l, int64_t rows)
+      : router{*l.router, rows}, experts{*l.experts, nullptr, nullptr, nullptr, nullptr, rows, l.router->k} {}
+
+  int64_t scratch_bytes() const {
+    return 64 + router.rows * (router.r.k * 16 + router.experts() * 4) + router.scratch_bytes() + 64 +
+           experts.scratch_bytes();
+  }
+  // Writes the sum of what the experts return over their inputs, (rows, hidden).
+  void run(bf16* rows, char* scratch) {
+    int64_t* chosen = (int64_t*)aligned(scratch);
+    float* weights = (float*)(chosen + router.rows * router.r.k);
+    float* logits = weights + router.rows * router.r.k;
+    float* beside = logits + router.rows * router.experts();
+    router.take(beside);
+    router.run(rows, logits, weights, chosen);
+    experts.x = experts.y = rows;
+    experts.chosen = chosen;
+    experts.weights = weights;
+    experts.take(aligned((char*)beside + router.scratch_bytes()));
+    experts.run();
+  }
+  static char* aligned(char* at) { return at + (64 - uintptr_t(at) % 64) % 64; }
+};
+
+static int64_t bytes_after_attention(const KvLayer& l, int64_t rows) {
+  return rows * elements_after_attention(l) * 2 + (l.router ? MixturePass(l, rows).scratch_bytes() : 0);
+}
 
 static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch, int64_t tokens, const bf16* cos,
                                  const bf16* sin, bool shared_angles, bf16* query, bf16* key, bf16* value,
@@ -64,12 +99,26 @@ static void run_before_mlp(const KvLayer& l, const bf16* attended, const bf16* r
   });
 }
 
+// Adds what the MLP returns to the residual stream.
+static void add_mlp(const KvLayer& l, bf16* outputs, int64_t rows, bf16* y) {
+  const float* after_mlp = numbers<float>(l.post_mlp_norm);
+  for_each_row(rows, [&](int64_t r) {
+    bf16 *out = outputs + r * l.hidden, *to = y + r * l.hidden;
+    if (after_mlp) norm_row(out, nullptr, nullptr, after_mlp, l.eps, l.hidden, out);
+    scale_row(l.residual_scale, l.hidden, out);
+    add_row(out, l.hidden, to);
+  });
+}
+
 static void run_after_attention(const KvLayer& l, const bf16* attended, const bf16* residual, int64_t rows, bf16* y,
                                 bf16* scratch) {
   const int64_t hidden = l.hidden, intermediate = l.intermediate;
-  const float* after_mlp = numbers<float>(l.post_mlp_norm);
   bf16 *normed = scratch, *gates = normed + rows * hidden, *gated = gates + rows * 2 * intermediate;
   run_before_mlp(l, attended, residual, rows, y, normed);
+  if (l.router) {
+    MixturePass(l, rows).run(normed, (char*)gates);
+    return add_mlp(l, normed, rows, y);
+  }
   InputRows mlp_rows{normed, rows, hidden, hidden};
   for (int64_t i = 0, column = 0; i < 2 && l.gates[i].outputs; column += l.gates[i++].outputs)
     multiply<bf16>(l.gates[i], mlp_rows, nullptr, gates + column, 2 * intermediate);
@@ -78,12 +127,7 @@ static void run_after_attention(const KvLayer& l, const bf16* attended, const bf
   });
   InputRows down_rows{gated, rows, intermediate, intermediate};
   multiply<bf16>(l.down, down_rows, nullptr, normed, hidden);
-  for_each_row(rows, [&](int64_t r) {
-    bf16 *out = normed + r * hidden, *to = y + r * hidden;
-    if (after_mlp) norm_row(out, nullptr, nullptr, after_mlp, l.eps, hidden, out);
-    scale_row(l.residual_scale, hidden, out);
-    add_row(out, hidden, to);
-  });
+  add_mlp(l, normed, rows, y);
 }
 
 static void add_needs_before(const KvLayer& l, int64_t rows, Needs& needs) {
@@ -93,6 +137,9 @@ static void add_needs_after(const KvLayer& l, int64_t rows, Needs& needs) {
   add_needs(l.out, rows, needs);
   for (const KvMatrix& one : l.gates) add_needs(one, rows, needs);
   add_needs(l.down, rows, needs);
+  if (!l.router) return;
+  add_needs(l.router->weight, rows, needs);
+  add_needs(*l.experts, rows * l.router->k, needs);
 }
 
 // ---- the interface of kvkeep.h --------------------------------------------------------------------------------------
@@ -127,7 +174,7 @@ static KvStatus before_mlp(const KvLayer* l, KvArray attended, KvArray residual,
 }
 
 static KvStatus after_attention(const KvLayer* l, KvArray attended, KvArray residual, KvArray y) {
-  const int64_t rows = residual.length / l->hidden, bytes = rows * elements_after_attention(*l) * 2;
+  const int64_t rows = residual.length / l->hidden, bytes = bytes_after_attention(*l, rows);
   Needs needs;
   add_needs_after(*l, rows, needs);
   needs.add(KV_SCRATCH_LAYER, bytes);
@@ -147,18 +194,18 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
   const int64_t tokens = residual.length / l.hidden;
   bf16* x = numbers<bf16>(residual);
   const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
-  int64_t inside = elements_before_attention(l);
-  for (int64_t i = 0; i < count; i++) inside = max64(inside, elements_after_attention(*layers[i]));
-  const int64_t row_bytes = (inside + 2 * queries + 2 * keys) * 2 + l.heads * 4;
+  int64_t inside = tokens * elements_before_attention(l) * 2;
+  for (int64_t i = 0; i < count; i++) inside = max64(inside, bytes_after_attention(*layers[i], tokens));
+  const int64_t bytes = inside + tokens * ((2 * queries + 2 * keys) * 2 + l.heads * 4);
   Needs needs;  // of all layers: an entry that was written cannot be taken back
-  needs.add(KV_SCRATCH_LAYER, tokens * row_bytes);
+  needs.add(KV_SCRATCH_LAYER, bytes);
   for (int64_t i = 0; i < count; i++) {
     add_needs_before(*layers[i], tokens, needs);
     add_needs(steps[i], step_counts[i], l.heads, needs);
     add_needs_after(*layers[i], tokens, needs);
   }
   if (!needs.reserve()) return KV_NO_MEMORY;
-  float* lse = (float*)kv_scratch(KV_SCRATCH_LAYER, size_t(tokens * row_bytes));  // (tokens, heads)
+  float* lse = (float*)kv_scratch(KV_SCRATCH_LAYER, size_t(bytes));  // (tokens, heads)
   if (!lse) return KV_FAILED;
   bf16* query = (bf16*)(lse + tokens * l.heads);                                  // (tokens, heads * dim)
   bf16* attended = query + tokens * queries;                              // (tokens, heads * dim)
@@ -171,8 +218,9 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
                            scratch);
       run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], nullptr, attended,
                 lse);
-      if (layers[i]->intermediate) run_after_attention(*layers[i], attended, x, tokens, x, scratch);
-      else run_before_mlp(*layers[i], attended, x, tokens, x, numbers<bf16>(normed));
+      const KvLayer& layer = *layers[i];
+      if (layer.intermediate || layer.router) run_after_attention(layer, attended, x, tokens, x, scratch);
+      else run_before_mlp(layer, attended, x, tokens, x, numbers<bf16>(normed));
     }
   });
   return KV_DONE;

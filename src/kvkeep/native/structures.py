@@ -91,6 +91,8 @@ KIND_NUMBERS = {kind: CONSTANTS[f"KV_{kind}"] for kind in _KINDS}
 """KvKind: how a matrix is stored."""
 SILU, GELU_TANH = CONSTANTS["KV_SILU"], CONSTANTS["KV_GELU_TANH"]
 """KvActivation: the activation of a gated MLP."""
+SOFTMAX, SIGMOID = CONSTANTS["KV_SOFTMAX"], CONSTANTS["KV_SIGMOID"]
+"""KvScores: what a router makes of its products."""
 HALVES, PAIRS, EXACT_PAIRS = (CONSTANTS[f"KV_{name}"] for name in ("HALVES", "PAIRS", "EXACT_PAIRS"))
 """KvRotation: which of the rotated channels are rotated together."""
 PLAIN, GROUPED = CONSTANTS["KV_PLAIN"], CONSTANTS["KV_GROUPED"]
@@ -129,6 +131,13 @@ class KvLayer(ctypes.Structure):
 
     __slots__ = ("kept",)
     _fields_ = _fields("KvLayer")
+
+
+class KvRouter(ctypes.Structure):
+    """The router of a mixture: its weight and biases, and how it chooses."""
+
+    __slots__ = ("kept",)
+    _fields_ = _fields("KvRouter")
 
 
 class KvExperts(ctypes.Structure):

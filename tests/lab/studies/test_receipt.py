@@ -139,9 +139,10 @@ def test_no_operation_of_torch_depends_on_the_processor(folder: Path) -> None:
         assert used.found <= KNOWN.get(case.method, set()), case.label
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", [*LAYOUTS, "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe"])
 def test_no_operation_of_torch_in_other_layouts_depends_on_the_processor(family: str, tmp_path: Path) -> None:
-    model = packed(LAYOUTS[family](), tmp_path)
+    plain = hf.AutoModelForCausalLM.from_config(LAYOUTS[family]()) if family in LAYOUTS else mixture(family)
+    model = load(saved(plain, tmp_path), weights="bfloat16", device="cpu").model
     assert receipts.library_computes(model)
     cache = KeepCache(model, "full")
     cache.describe()
@@ -308,9 +309,10 @@ def test_a_receipt_needs_layers_of_the_library(family: str, tmp_path: Path) -> N
     assert not receipts.library_computes(model)
 
 
-def test_a_mixture_has_no_receipt(tmp_path: Path) -> None:
-    """torch chooses its experts."""
-    model = load(saved(mixture("qwen3_moe"), tmp_path), weights="bfloat16", device="cpu").model
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
+def test_a_mixture_that_torch_computes_in_part_has_no_receipt(family: str, tmp_path: Path) -> None:
+    """Shared experts beside the others, or gates of bfloat16 numbers."""
+    model = load(saved(mixture(family), tmp_path), weights="bfloat16", device="cpu").model
     layers = [vars(layer).get("forward") for layer in model.model.layers]
     assert all(isinstance(one, FusedLayer) for one in layers) and not receipts.library_computes(model)
 

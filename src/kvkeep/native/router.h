@@ -1,0 +1,100 @@
+// Routers of mixtures: which experts a row goes to, and with which weights. A row depends on no other.
+#pragma once
+
+#include "elementwise.h"
+#include "matmul.h"
+
+namespace {
+
+struct RouterPass {
+  const KvRouter& r;
+  int64_t rows;
+  // In scratch, of each row:
+  float* scores = nullptr;    // (padded): of each expert; then zeros
+  float* choice = nullptr;    // (padded): the same, as they are compared
+  bf16* products = nullptr;   // (experts)
+  uint8_t* taken = nullptr;   // (experts): 1: it is chosen
+
+  int64_t experts() const { return r.weight.outputs; }
+  int64_t padded() const { return (experts() + 15) / 16 * 16; }
+  int64_t scratch_bytes() const { return rows * padded() * (4 + 4 + 2 + 1); }
+  void take(void* scratch) {
+    scores = (float*)scratch;
+    choice = scores + rows * padded();
+    products = (bf16*)(choice + rows * padded());
+    taken = (uint8_t*)(products + rows * padded());
+  }
+
+  // x: (rows, hidden). logits: (rows, experts). weights, chosen: (rows, k).
+  void run(const bf16* x, float* logits, float* weights, int64_t* chosen) {
+    const int64_t count = experts(), hidden = r.weight.inputs;
+    InputRows inputs{x, rows, hidden, hidden};
+    if (r.weight.kind == KV_F32) multiply(r.weight, inputs, numbers<float>(r.bias), logits, count);
+    else multiply(r.weight, inputs, numbers<bf16>(r.bias), products, count);
+    for_each_row(rows, [&](int64_t row) {
+      float* of_row = logits + row * count;
+      if (r.weight.kind != KV_F32)
+        for (int64_t i = 0; i < count; i++) of_row[i] = widen(products[row * count + i]);
+      choose(of_row, row * padded(), weights + row * r.k, chosen + row * r.k);
+    });
+  }
+
+ private:
+  void choose(const float* logits, int64_t at, float* weights, int64_t* chosen) const {
+    float *score = scores + at, *order = choice + at;
+    uint8_t* is_taken = taken + at;
+    find_scores(logits, score);
+    const float* added = numbers<float>(r.choice_bias);
+    for (int64_t i = 0; i < experts(); i++) order[i] = added ? score[i] + added[i] : score[i];
+    memset(is_taken, 0, size_t(experts()));
+    float total = 0;
+    for (int64_t j = 0; j < r.k; j++) {  // of equal ones the first
+      int64_t best = -1;
+      for (int64_t i = 0; i < experts(); i++)
+        if (!is_taken[i] && (best < 0 || order[i] > order[best])) best = i;
+      is_taken[best] = 1;
+      chosen[j] = best;
+      weights[j] = score[best];
+      total = total + weights[j];
+    }
+    for (int64_t j = 0; j < r.k; j++) {
+      if (r.normalised) weights[j] = weights[j] / total;
+      weights[j] = weights[j] * r.scale;
+      if (r.rounded) weights[j] = widen(narrow(weights[j]));
+    }
+  }
+
+  void find_scores(const float* logits, float* score) const {
+    float greatest = logits[0];
+    for (int64_t i = 1; i < experts(); i++) greatest = logits[i] > greatest ? logits[i] : greatest;
+    memcpy(score, logits, size_t(experts()) * 4);
+    for (int64_t i = experts(); i < padded(); i++) score[i] = as_float(0xff800000);  // whose exponential is 0
+    vf total = vset(0.0f);
+    for (int64_t i = 0; i < padded(); i += 16) {
+      const vf x = vload(score + i), made = r.scores == KV_SIGMOID ? sigmoid(x) : vexp(x - vset(greatest));
+      vstore(score + i, made);
+      total = total + made;
+    }
+    if (r.scores == KV_SIGMOID) return;
+    const vf all = vset(sum(total));
+    for (int64_t i = 0; i < padded(); i += 16) vstore(score + i, vload(score + i) / all);
+  }
+};
+
+static KvStatus route(const KvRouter* r, KvArray x, KvArray logits, KvArray weights, KvArray chosen) {
+  RouterPass pass{*r, x.length / r->weight.inputs};
+  if (!pass.rows) return KV_DONE;
+  Needs needs;
+  add_needs(r->weight, pass.rows, needs);
+  needs.add(KV_SCRATCH_LAYER, pass.scratch_bytes());
+  if (!needs.reserve()) return KV_NO_MEMORY;
+  void* scratch = kv_scratch(KV_SCRATCH_LAYER, size_t(pass.scratch_bytes()));
+  if (!scratch) return KV_FAILED;
+  pass.take(scratch);
+  with_team(pass.rows <= MAX_DIRECT_ROWS, [&] {
+    pass.run(numbers<bf16>(x), numbers<float>(logits), numbers<float>(weights), numbers<int64_t>(chosen));
+  });
+  return KV_DONE;
+}
+
+}  // namespace
