@@ -20,7 +20,7 @@ from torch import nn
 import kvkeep
 from kvkeep.engine.batch import Read, forward
 from kvkeep.models.fused import FusedLayer, FusedLayers
-from kvkeep.passes.hooks import ForwardHooks
+from kvkeep.step import native
 
 METHODS: tuple[tuple[str, int | None], ...] = (("kv-direct", 512), ("full", None), ("h2o", 512))
 COUNTS = (1, 4, 8, 16)
@@ -68,7 +68,7 @@ def divided(model: nn.Module, caches: list[kvkeep.KeepCache], rounds: int) -> st
     calls = (
         (FusedLayer, "_enter", "products"),
         (FusedLayer, "_leave", "products"),
-        (ForwardHooks, "_execute", "attention"),
+        (native, "run", "attention"),
     )
     steps = []
     with ExitStack() as stack:
