@@ -28,8 +28,8 @@ LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/
 CHECKS = ("passes/graphs.py", "passes/pass_owner.py", "passes/repeated_steps.py", "step/checks.py")
 """A thread and a step are checked."""
 MODEL = (
-    "models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py", "step/sinks.py",
-    "engine/sampling.py",
+    "models/adapter.py", "models/forward.py", "models/norms.py", "models/packed.py", "models/rotary.py",
+    "step/sinks.py", "engine/sampling.py",
 )  # fmt: skip
 """The model computes, its sinks are looked up, and a token is chosen."""
 BESIDE = (
