@@ -424,11 +424,11 @@ class Talk:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve")
-    model, folder = saved(tiny("llama", positions=8192), tmp_path / "tiny"), tmp_path / "sessions"
+    model, folder = saved(tiny("llama", positions=32768), tmp_path / "tiny"), tmp_path / "sessions"
     loaded = kvkeep.load(str(model))
     options = ("--model", str(model), "--memory", "64MB", "-x", "full", "--replicas", "2", "--cores", "1")
     with program(*options, "--sessions", str(folder), fork=True) as running:
-        Talk.model, second, new = running.model, [*range(40, 60)], 1000  # longer than until the last begins
+        Talk.model, second, new = running.model, [*range(40, 60)], 2000  # longer than until the last begins
         talks, held = list[Talk](), Counter[str]()
         for number in range(30):  # until each of the replicas has two sessions
             talk = Talk(running.address, f"talk-{number}", Alone(loaded, method="full"))
