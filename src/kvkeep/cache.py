@@ -157,7 +157,7 @@ class KeepCache(RecurrentCache):
             )
         if not tokens_to_remove:  # a full sliding window refuses even this
             return
-        length = self.ledger.length + tokens_to_remove
+        length = self.get_seq_length() + tokens_to_remove
         if self.positions is not None:
             self.positions.check_cut(length)
         if self.method.recall.endless and lacks(self, length):
