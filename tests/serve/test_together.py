@@ -154,6 +154,10 @@ def test_steps_that_evict_nothing_are_planned_once_for_a_page(tmp_path: Path, mo
     for token in text[0, 500:540].tolist():
         assert torch.equal(in_one_call(model, cache, [token]), alone(model, other, [token]))
     assert planned == 3 * len(cache.layers)  # the first, one that finds the page full, and the first of the next page
+    for one in (cache, other):
+        one.crop(-5)
+    assert torch.equal(in_one_call(model, cache, [7]), alone(model, other, [7]))
+    assert planned == 3 * len(cache.layers)  # its page is still there
     while (start := cache.get_seq_length()) < 790:
         ids = text[0, start : start + random.choice([1, 1, 1, 1, 2, 3, 20])].tolist()
         with patch.object(FusedLayers, "can_run", lambda self, planned: random.random() < 0.7):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.memory.rows import BLOCK
@@ -117,3 +119,18 @@ class TextRecord:
             length, digests = self.text
             self.text = length, [digests[row] for row in rows]
         self.blocks, self.ends = [], {}
+
+
+def given_by_ids(ids: Tensor | None, positions: Tensor | None, mask: Any, start: int) -> bool | Tensor:
+    """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
+    positions are those from ``start`` on. On a device the result is a tensor, because comparing would wait."""
+    given = [one for one in (positions, mask) if one is not None]
+    if ids is None or any(not isinstance(one, Tensor) or one.ndim != 2 for one in given):
+        return False
+    same: bool | Tensor = True
+    if mask is not None:
+        same = mask.all()
+    if positions is not None:
+        stop = start + positions.shape[1]
+        same = same & (positions == torch.arange(start, stop, device=positions.device)).all()
+    return bool(same) if isinstance(same, Tensor) and same.device.type == "cpu" else same

@@ -29,6 +29,13 @@ class RepeatedSteps:
             self.forget()
         return None
 
+    def forget_from(self, length: int) -> None:
+        """Forget the steps of pages that a text of ``length`` tokens does not have."""
+        for count, steps in [*self._steps.items()]:
+            step = next(iter(steps.by_layer.values()))
+            if step.slot - step.append.row > length:  # the first slot of its page
+                del self._steps[count]
+
     def forget(self) -> None:
         """Forget all steps, because the layers' memory changes."""
         self._steps.clear()

@@ -27,7 +27,7 @@ from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.native.library import trim_memory
 from kvkeep.passes.pass_owner import PassOwner
-from kvkeep.passes.record import TextRecord
+from kvkeep.passes.record import TextRecord, given_by_ids
 from kvkeep.passes.repeated_steps import RepeatedSteps
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.registry import Method
@@ -180,7 +180,8 @@ class CacheStream:
                 "what follows may differ; call reset() and read the text again where that matters.",
                 stacklevel=2,
             )
-        self.record.note_pass(self._given_by_ids(ids, positions, mask))
+        stated = positions if self.ledger.clock is None else None  # else they are the clock's
+        self.record.note_pass(given_by_ids(ids, stated, mask, self.length))
         if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
             assert new is not None
             positions = torch.arange(self.length, self.length + new.shape[1], device=new.device).unsqueeze(0)
@@ -207,22 +208,6 @@ class CacheStream:
         if positions is None:
             positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
         return self.positions.begin(positions, self._known)
-
-    def _given_by_ids(self, ids: Tensor | None, positions: Tensor | None, mask: Any) -> bool | Tensor:
-        """Return whether a pass is given by its token ids: it has no embeddings, no padding and no other mask, and its
-        positions are the next ones. On a device the result is a tensor, because comparing would wait."""
-        if self.ledger.clock is not None:  # they are the clock's
-            positions = None
-        given = [one for one in (positions, mask) if one is not None]
-        if ids is None or any(not isinstance(one, Tensor) or one.ndim != 2 for one in given):
-            return False
-        same: bool | Tensor = True
-        if mask is not None:
-            same = mask.all()
-        if positions is not None:
-            start, count = self.length, positions.shape[1]
-            same = same & (positions == torch.arange(start, start + count, device=positions.device)).all()
-        return bool(same) if isinstance(same, Tensor) and same.device.type == "cpu" else same
 
     def _note_padding(self, mask: Any) -> None:
         """Find the padding in a pass's ``mask``."""
@@ -283,7 +268,7 @@ class CacheStream:
         repeated."""
         planned, known = self._planned, self._known
         for index, step in planned.planned.by_layer.items():
-            if completed or self._wrote(planned.of(index) or step):
+            if completed or ((moved := planned.of(index)) is not None and self._wrote(moved)):
                 self._pending_bytes = max(self._pending_bytes, self._entry_bytes[index] * step.tokens)
                 layer = self.layers[index]
                 arrived = layer.arrived if self.streams else layer.get_seq_length()
@@ -464,7 +449,7 @@ class CacheStream:
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""
         self.record.forget_from(length)
-        self._repeated.forget()
+        self._repeated.forget_from(length)
         if not self.streams:
             return
         self.ledger.truncate(length)
