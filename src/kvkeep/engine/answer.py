@@ -127,7 +127,7 @@ class Answer:
             return
         if isinstance(sampler, Sampling):
             sampler = sampler.sampler(len(prompt), logits.device)
-        ids = read = torch.tensor([[*prompt]], device=logits.device)
+        ids = prompt_ids = torch.tensor([[*prompt]], device=logits.device)
         drafts: Sequence[int] = ()
         while True:
             before, exact = len(self.tokens), list[Tensor]()
@@ -145,7 +145,7 @@ class Answer:
             self.drafted += len(drafts)
             self.accepted += len(exact) - 1
             if not before and not self.reason:  # a process tries first whether it can draft; the first token would wait
-                self.drafter = self._drafter(sampler, read, prices)
+                self.drafter = self._drafter(sampler, prompt_ids, prices)
             if self.drafter is not None:
                 self.drafter.learn(len(drafts), self.tokens[before:], exact)
             if self.reason:

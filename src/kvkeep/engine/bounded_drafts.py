@@ -23,7 +23,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.engine.batch import Read
 from kvkeep.engine.drafts import Copies, Drafter, Drafts, PassPrices
 from kvkeep.engine.pacing import FORGET, Acceptance, Margins
-from kvkeep.engine.sampling import Sampler
+from kvkeep.engine.sampling import Sampler, likeliest
 
 FIRST = 8
 """The number of drafts before the price of one is measured."""
@@ -65,7 +65,7 @@ class BoundedDrafts(Drafter):
                 logits = yield Read(self.cache, ids[0, -1:].tolist())
                 scores = self.sampler.draft_scores(ids, logits, len(drafts))
                 self.margins.note(scores[0])
-                drafts.append(int(scores.argmax()))
+                drafts.append(likeliest(scores[0]))
                 ids = torch.cat([ids, ids.new_tensor([drafts[-1:]])], 1)
         finally:
             self.cache.stream.abandon()

@@ -145,8 +145,7 @@ class Sampler:
     generator: torch.Generator | None = None
     """Generates the noise; None: torch's default generator."""
     seeded: bool = True
-    """The caller knows the seed, with which transformers would give the same tokens. Other noise is made in a fifth of
-    the time."""
+    """The caller knows the seed, with which transformers would give the same tokens. Other noise takes less time."""
     _ahead: deque[Tensor] = field(default_factory=deque)
     """Noise of the next tokens, which drafts have used; each token has its own, whatever is drafted."""
 
@@ -202,7 +201,7 @@ class Sampler:
 
 def likeliest(scores: Tensor) -> int:
     """Return the number of the largest of ``scores``, (vocabulary,) float32; the first of equal ones."""
-    return int(scores.numpy().argmax() if scores.is_cpu else scores.argmax())  # torch's takes ten times as long
+    return int(scores.numpy().argmax() if scores.is_cpu else scores.argmax())  # NumPy's takes less time
 
 
 class _Written(LogitsProcessor):
