@@ -90,7 +90,8 @@ def chat(
         else:
             kv_cache = requested.build(loaded.model, answer=sampling.max_tokens)
             talk = Conversation(loaded.model, loaded.tokenizer, kv_cache, system=system, pin=requested.pin)
-            talk.past.align(prompt := talk.prompt("?"), talk.pinned(prompt))  # refuses pins that leave no room
+            if talk.pin is not None:  # pins that leave no room are refused
+                talk.past.align(prompt := talk.prompt("?"), talk.pinned(prompt))
         if kept is not None:
             check_savable(talk.cache)
         talk.prompt("?")  # a template that refuses the system prompt refuses every question

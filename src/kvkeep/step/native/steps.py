@@ -126,14 +126,14 @@ and where they lie, as the library's table and by layer."""
 def _session(steps: MovedSteps, part: slice, token: int, writes: Writes) -> list[list[int]]:
     """Return where the steps of a session in some layers lie in the library's form. Steps that apply again are only
     moved, in one call: most of the time between two passes of several sessions would else be Python's."""
-    planned = steps.planned
-    layers = [planned.by_layer[layer] for layer in range(part.start, part.stop)]
+    planned, layers = steps.planned, range(part.start, part.stop)
     if not steps.rows:
-        return _addresses([[step] for step in layers], [token], writes)  # their shapes are the layers'
+        return _addresses([[planned.by_layer[layer]] for layer in layers], [token], writes)  # shapes are the layers'
     name = id(planned), part.start
     if name not in _MOVING:
-        forms = [_form(step) for step in layers]
-        for form, step in zip(forms, layers, strict=True):
+        forms = list[_Form]()
+        for layer in layers:
+            forms.append(form := _form(step := planned.by_layer[layer]))
             form.write(step)
             form.struct.token_lanes = form.bank.lanes
         addresses = [form.address for form in forms]
@@ -141,7 +141,7 @@ def _session(steps: MovedSteps, part: slice, token: int, writes: Writes) -> list
         # A partial is called without a line of Python, in which Ctrl-C could end it.
         _MOVING[name] = weakref.ref(planned, partial(_MOVING.pop, name)), forms, address_table(addresses), by_layer
     _, _, table, by_layer = _MOVING[name]
-    slot = layers[0].slot + steps.rows
+    slot = planned.by_layer[part.start].slot + steps.rows
     kernels().kvkeep_move_steps(address_of(table), len(table), slot, token, writes.number)
     return by_layer
 
