@@ -2,8 +2,8 @@
 
 python tools/random_model.py SOURCE.gguf OUT.gguf [mxfp4]
 
-Kinds of blocks are those of a Q4_K_M file: Q4_K, and Q6_K for some values and outputs. With mxfp4, all matrices of
-the layers are MXFP4 (docs/bench.md).
+Kinds of blocks are those of a Q4_K_M file: Q4_K, and Q6_K for some values and outputs (docs/bench.md). With mxfp4,
+all matrices of the layers are MXFP4.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Instruction:
     """A kind of instruction."""
 
     text: str
-    """What the model is told, with ``{value}``."""
+    """The sentence in the prompt; ``{value}`` is replaced by a value."""
     values: Sequence[Any]
     """The values of which a sample draws one."""
     follows: Callable[[str, Any], bool]

@@ -370,7 +370,7 @@ class EncodedPrompt:
     notes: Sequence[str] = ()
     """Sentences on what was changed in it."""
     instructions: int = 0
-    """The number of its first tokens that are instructions and tools; 0 where nobody asked for it."""
+    """The number of its first tokens that are instructions and tools; 0 if they were not counted."""
 
 
 def encoded(
