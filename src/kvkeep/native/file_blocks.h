@@ -45,9 +45,15 @@ void pack_k_scales(const BlockParts& u, uint8_t* data) {
   }
 }
 
+// Some bits of 32 bytes, beside those of 32 codes.
+void add_bits(const uint8_t* data, int from, int mask, int to, uint8_t* codes) {
+  for (int i = 0; i < 32; i++) codes[i] |= uint8_t((data[i] >> from & mask) << to);
+}
+
 // Two bits of each code: those of 32 inputs that are 32 apart share bytes.
 void unpack_pairs(const uint8_t* data, uint8_t* codes) {
-  for (int i = 0; i < 256; i++) codes[i] = data[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+  memset(codes, 0, 256);
+  for (int part = 0; part < 8; part++) add_bits(data + part / 4 * 32, part % 4 * 2, 3, 0, codes + 32 * part);
 }
 void pack_pairs(const uint8_t* codes, uint8_t* data) {
   for (int i = 0; i < 256; i++) data[i / 128 * 32 + i % 32] |= uint8_t((codes[i] & 3) << i % 128 / 32 * 2);
@@ -208,7 +214,7 @@ void read_block(int64_t kind, const uint8_t* block, BlockParts& u) {
       memcpy(u.scales, block + 96, 12);
       memcpy(&u.scale, block + 108, 2);
       unpack_pairs(block + 32, u.codes);
-      for (int i = 0; i < 256; i++) u.codes[i] |= uint8_t((block[i % 32] >> i / 32 & 1) << 2);
+      for (int part = 0; part < 8; part++) add_bits(block, part, 1, 2, u.codes + 32 * part);
       return;
     case KV_TQ1_0: memcpy(u.codes, block, 52); memcpy(&u.scale, block + 52, 2); return;
     case KV_TQ2_0: unpack_pairs(block, u.codes); memcpy(&u.scale, block + 64, 2); return;
@@ -228,13 +234,13 @@ void read_block(int64_t kind, const uint8_t* block, BlockParts& u) {
       unpack_k_scales(block + 4, u);
       unpack_nibbles(block + (kind == KV_Q4_K ? 16 : 48), 128, 32, u.codes);
       if (kind == KV_Q5_K)
-        for (int i = 0; i < 256; i++) u.codes[i] |= uint8_t((block[16 + i % 32] >> i / 32 & 1) << 4);
+        for (int part = 0; part < 8; part++) add_bits(block + 16, part, 1, 4, u.codes + 32 * part);
       return;
     }
     default:  // Q6_K
       unpack_nibbles(block, 128, 64, u.codes);
-      for (int i = 0; i < 256; i++)
-        u.codes[i] |= uint8_t((block[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4);
+      for (int part = 0; part < 8; part++)
+        add_bits(block + 128 + part / 4 * 32, part % 4 * 2, 3, 4, u.codes + 32 * part);
       memcpy(u.scales, block + 192, 16);
       memcpy(&u.scale, block + 208, 2);
   }
