@@ -14,36 +14,32 @@
 
 namespace {
 
+// Four codes at once, a byte each.
+uint32_t bits_of(const uint8_t* codes, int first, uint32_t mask) {
+  uint32_t found;
+  memcpy(&found, codes, 4);
+  return found >> first & mask * 0x01010101u;
+}
+
 // The codes of a group, to or from the lane of one output.
-void write_codes(int bits, const uint8_t* codes, int lane, uint8_t* out) {
-  uint8_t* at = out + lane * 4;
-  if (bits <= 3) {
-    for (int b = 0; b < 4; b++) {
-      int parts[2] = {0, 0}, third = 0;
-      for (int i = 0; i < 8; i++) {
-        parts[i / 4] |= (codes[4 * i + b] & 3) << i % 4 * 2;
-        third |= (codes[4 * i + b] >> 2 & 1) << i;
-      }
-      for (int half = 0; half < 2; half++) at[half * 64 + b] = uint8_t(parts[half]);
-      if (bits == 3) at[128 + b] = uint8_t(third);
-    }
-    return;
+template <int BITS> void write_codes(const uint8_t* codes, int lane, uint8_t* out) {
+  constexpr int LOWS = BITS <= 3 ? 2 : 4, HIGHS = BITS == 6 ? 2 : BITS % 2, LOW = 8 / LOWS, HIGH = HIGHS ? 8 / HIGHS : 8;
+  constexpr int width = BITS <= 3 ? 2 : 4, above = BITS - width;
+  uint32_t parts[LOWS + HIGHS] = {};
+  for (int i = 0; i < 8; i++) {
+    parts[i / LOW] |= bits_of(codes + 4 * i, 0, (1 << width) - 1) << i % LOW * width;
+    if (HIGHS) parts[LOWS + i / HIGH] |= bits_of(codes + 4 * i, width, (1 << above) - 1) << i % HIGH * above;
   }
-  for (int j = 0; j < 4; j++)
-    for (int b = 0; b < 4; b++) at[j * 64 + b] = uint8_t((codes[8 * j + b] & 15) | codes[8 * j + 4 + b] << 4);
-  if (bits == 5)
-    for (int b = 0; b < 4; b++) {
-      int all = 0;
-      for (int i = 0; i < 8; i++) all |= (codes[4 * i + b] >> 4 & 1) << i;
-      at[256 + b] = uint8_t(all);
-    }
-  if (bits == 6)
-    for (int half = 0; half < 2; half++)
-      for (int b = 0; b < 4; b++) {
-        int all = 0;
-        for (int i = 0; i < 4; i++) all |= (codes[16 * half + 4 * i + b] >> 4 & 3) << 2 * i;
-        at[256 + half * 64 + b] = uint8_t(all);
-      }
+  for (int i = 0; i < LOWS + HIGHS; i++) memcpy(out + lane * 4 + 64 * i, &parts[i], 4);
+}
+void write_codes(int bits, const uint8_t* codes, int lane, uint8_t* out) {
+  switch (bits) {
+    case 2: return write_codes<2>(codes, lane, out);
+    case 3: return write_codes<3>(codes, lane, out);
+    case 4: return write_codes<4>(codes, lane, out);
+    case 5: return write_codes<5>(codes, lane, out);
+    default: return write_codes<6>(codes, lane, out);
+  }
 }
 void read_codes(int bits, const uint8_t* in, int lane, uint8_t* codes) {
   const uint8_t* at = in + lane * 4;
