@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +18,7 @@ from kvkeep.errors import KvkeepError, ModelError, UnsupportedModelError, UsageE
 from kvkeep.models.embedded import EMBEDDED, gguf_path
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import load
+from kvkeep.models.packed import Packed
 
 
 def test_a_folder_is_loaded_unchanged(model_folder: Path) -> None:
@@ -32,16 +35,31 @@ def test_a_folder_is_loaded_unchanged(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_files_that_change_later_change_no_weight(weights: str, spoiled: Callable[..., Path]) -> None:
-    """Nothing of them is mapped: a file cut short would end the process."""
     folder = spoiled()
-    model = load(str(folder), weights=weights, device="cpu").model
-    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    for file in folder.glob("*.safetensors"):
+    _check_nothing_is_mapped(load(str(folder), weights=weights, device="cpu").model, [*folder.glob("*.safetensors")])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_gguf_file_that_changes_later_changes_no_weight(
+    native: bool, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr("kvkeep.models.packed.library", lambda: None)
+    file = Path(shutil.copy(tiny_gguf, tmp_path))
+    model = load(file).model
+    assert any(isinstance(one, Packed) and one.native == native for one in model.modules())
+    _check_nothing_is_mapped(model, [file])
+
+
+def _check_nothing_is_mapped(model: Any, files: list[Path]) -> None:
+    """A file cut short would end the process."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for file in files:
         with open(file, "r+b") as changed:
             changed.write(b"\xaa" * file.stat().st_size)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     maps = Path("/proc/self/maps")
-    assert not maps.exists() or str(folder) not in maps.read_text()
+    assert not maps.exists() or not any(str(file) in maps.read_text() for file in files)
 
 
 def test_loading_prints_nothing_and_restores_logging(

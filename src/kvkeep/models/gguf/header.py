@@ -133,11 +133,13 @@ def values(tensor: FileTensor) -> Tensor:
 
 
 def stored_bytes(tensor: FileTensor, offset: int, count: int) -> NDArray[np.uint8]:
-    """Return ``count`` bytes of ``tensor`` from ``offset`` on. Raises ModelError for a file that is cut short."""
-    data = np.fromfile(tensor.file, np.uint8, count, offset=tensor.offset + offset)
-    if len(data) != count:
-        raise ModelError(f"'{tensor.file}' is cut short: it ends within {tensor.name}; fetch it again.")
-    return data
+    """Return ``count`` bytes of ``tensor`` from ``offset`` on. They are mapped: use them before the file may change.
+    Raises ModelError for a file that is cut short."""
+    try:
+        return np.memmap(tensor.file, np.uint8, "c", tensor.offset + offset, (count,)).view(np.ndarray)
+    except ValueError as error:
+        sentence = f"'{tensor.file}' is cut short: it ends within {tensor.name}; fetch it again."
+        raise ModelError(sentence) from error
 
 
 class _Cursor:
