@@ -20,9 +20,11 @@ def test_a_copy_follows_the_longest_of_the_newest_occurrences(tokens: list[int],
     def matching(source: int) -> int:
         return next((n for n in range(source) if tokens[source - 1 - n] != tokens[end - 1 - n]), source)
 
-    sources = [source for source in range(end - 1, 0, -1) if matching(source) >= GRAM][:OCCURRENCES]
+    longest = max(map(matching, range(1, end)), default=0)
+    wanted = min(longest, GRAM)
+    sources = [source for source in range(end - 1, 0, -1) if matching(source) >= wanted][:OCCURRENCES]
     found, match = text.copy(count)
-    if end < GRAM or not sources:
+    if not longest:
         assert not found and not match
         return
     best = max(sources, key=lambda source: (min(matching(source), LONGEST_MATCH), source))

@@ -29,7 +29,7 @@ from kvkeep.memory.rows import BLOCK
 from kvkeep.stores.recurrent import NOTES
 
 GRAM = 3
-"""The number of tokens that must match before a copy."""
+"""The number of last tokens that are looked for; fewer where they do not occur earlier."""
 OCCURRENCES = 8
 """The number of earlier occurrences of the last tokens that are compared, the newest first."""
 LONGEST_MATCH = 32
@@ -79,8 +79,7 @@ class CopiedText:
         match before it; 0 where there is none."""
         if self._occurrence is None:
             text, end, place, longest = self._tokens[: self.length], self.length, 0, 0
-            for start in reversed(self._starts(0, end - GRAM)[-OCCURRENCES:]):
-                source = int(start) + GRAM
+            for source in self._sources():
                 limit = min(LONGEST_MATCH, source)
                 same = text[source - limit : source][::-1] == text[end - limit : end][::-1]
                 match = limit if same.all() else int(same.argmin())
@@ -88,6 +87,15 @@ class CopiedText:
                     place, longest = source, match
             self._occurrence = place, longest
         return self._occurrence
+
+    def _sources(self) -> list[int]:
+        """Return the places behind the newest earlier occurrences of the last :data:`GRAM` tokens, or of fewer."""
+        for size in range(GRAM, 0, -1):
+            starts = self._starts(0, self.length - size, size)[-OCCURRENCES:]
+            if len(starts):
+                found: list[int] = (starts[::-1] + size).tolist()
+                return found
+        return []
 
     def copy(self, count: int) -> tuple[Sequence[int], int]:
         """Return at most ``count`` tokens behind :meth:`occurrence`, and the number of tokens that match before them. A
@@ -103,11 +111,11 @@ class CopiedText:
         starts = self._starts(start, min(stop, self.length - GRAM))
         return int(starts[0]) if len(starts) else None
 
-    def _starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the places from ``start`` to ``stop`` at which the last :data:`GRAM` tokens begin, too."""
+    def _starts(self, start: int, stop: int, size: int = GRAM) -> np.ndarray:
+        """Return the places from ``start`` to ``stop`` at which the last ``size`` tokens begin, too."""
         hits = np.full(max(0, stop - start), True)
-        for number in range(GRAM if len(hits) else 0):
-            hits &= self._tokens[start + number : stop + number] == self._tokens[self.length - GRAM + number]
+        for number in range(size if len(hits) else 0):
+            hits &= self._tokens[start + number : stop + number] == self._tokens[self.length - size + number]
         return start + np.flatnonzero(hits)
 
 
@@ -150,7 +158,7 @@ class Rewriting:
             self._left, self._inside = text.length - count - self._inside, 0
         if not self._returned():
             place, match = text.occurrence()
-            if match:
+            if match >= GRAM:
                 self._source, self._inside, self._match, self._left = place, 0, match, None
 
     def _returned(self) -> bool:
@@ -298,7 +306,7 @@ class Copies(Drafter):
 
 
 def _bucket(match: int) -> int:
-    """Return the number of the matches that are judged together: of 3, 4, 5 to 7, 8 to 15 tokens, and so on."""
+    """Return the number of the matches that are judged together: of 1, 2, 3, 4, 5 to 7, 8 to 15 tokens, and so on."""
     return match if match < 5 else 2 + match.bit_length()
 
 
