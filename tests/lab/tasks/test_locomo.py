@@ -53,6 +53,13 @@ def test_questions_without_an_answer_are_left_out_and_places_are_those_of_the_ev
     assert facts == [("7", 0.0, False), ("May", None, False), ("Joy", last / 2, False), ("Ann, Bob", last, True)]
 
 
+def test_questions_whose_answer_is_wrong_are_left_out_after_the_choice(data: Path) -> None:
+    rows = [{"sample_id": "conv-26", "conversation": CONVERSATION, "qa": ASKED}]
+    (data / FILE).write_text(json.dumps(rows))  # its question 2 is wrong
+    _, found = samples(data, samples=4)
+    assert [one.facts["answer"] for one in found] == ["7", "May", "Ann, Bob"]
+
+
 def test_all_questions_are_about_the_same_text(data: Path) -> None:
     task, found = samples(data, samples=4, new=3)
     text = found[0].facts["text"]
