@@ -28,6 +28,7 @@ class Ledger:
         self.length = 0  # slots recorded so far
         self.batch = 0  # rows
         self.device = torch.device("cpu")  # device of the last tokens
+        self.continues = False  # the text goes on after the tokens of the present pass
         self.clock: Clock | None = None  # in a pass that is captured, or compared with one
         # State of the current forward pass; None: no padding.
         self.visible: Tensor | None = None  # (batch, slots) bool

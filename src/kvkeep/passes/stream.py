@@ -199,7 +199,7 @@ class CacheStream:
             )
         self.open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask if isinstance(mask, Tensor) else None)
-        self.first = self.ledger.first
+        self.ledger.continues, self.first = self.record.continues, self.ledger.first
         self.masks_itself = self.exact and not self._masked and self.first is None
         if self.checkpoint is not None and not self._drafting:
             self.checkpoint.begin_forward(embeddings is None, self._known)

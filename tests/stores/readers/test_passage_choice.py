@@ -68,6 +68,12 @@ def test_blocks_far_below_the_best_are_left_out_unless_another_row_needs_as_many
     assert best_passages(torch.tensor([one, all_of_them]), 6).tolist() == [[0, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
 
 
+def test_the_best_other_passage_is_recalled_though_the_first_one_matches_better() -> None:
+    """The words of a chat template, with which each question ends, are in the first passage of a text."""
+    assert _best(9.0, 0, 4, 0, 0, 3, 0, 0, count=8) == [0, 1, 2, 3]
+    assert _best(9.0, 0, 0, 0, 0, 0, 0, 0, count=8) == [0, 1]
+
+
 def test_the_first_passages_are_recalled_unless_they_are_lost() -> None:
     scores = torch.tensor([[0.0, 0, 0, 0, 9, 0, 0, 0]])
     assert best_passages(scores, 5, first=3).tolist() == [[0, 1, 2, 4, 5]]
@@ -93,6 +99,19 @@ def test_a_choice_serves_the_tokens_that_are_written_after_it() -> None:
         assert _read(ledger, choice, 241) == [0, 1, 2] and choice.numbers is numbers and choice.holds
     found = _read(ledger, choice, 242)  # in passage 8, like 241
     assert {1, 8} < {*found} and choice.numbers is not numbers
+
+
+def test_a_question_that_is_cut_into_chunks_chooses_as_one_pass() -> None:
+    """The last chunk of a prompt may have only the tokens of the template."""
+    whole, parts = (PassageChoice(_ledger(torch.arange(320)[None] + 100), 4, 16) for _ in range(2))
+    wanted = _read(whole.ledger, whole, 900, 180, 181, 7, 8)
+    assert 5 in wanted  # 180 and 181
+    parts.ledger.continues = True
+    _read(parts.ledger, parts, 900, 180, 181)
+    parts.ledger.continues = False
+    assert _read(parts.ledger, parts, 7, 8) == wanted and parts.state[:2].tolist() == [320, 325]
+    _read(parts.ledger, parts, 250, 251)  # the next question
+    assert parts.state[:2].tolist() == [325, 327]
 
 
 def test_a_choice_follows_from_its_state_and_the_ledger() -> None:

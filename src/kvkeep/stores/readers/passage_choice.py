@@ -15,7 +15,7 @@ from kvkeep.memory.extent import within
 from kvkeep.memory.ledger import Ledger
 
 QUESTION = 64
-"""The newest tokens read together whose words are looked for; at most."""
+"""The newest tokens read together, also in several chunks, whose words are looked for; at most."""
 WRITTEN = 32
 """Tokens written after a choice until the next one, which looks for their words, too."""
 HALF = 16
@@ -41,6 +41,7 @@ class PassageChoice:
         """The passages that the checkpoint had lost by then: the first of them, and the first after them."""
         self._question = 0, 0, 0  # the slots of the question, and the passages among which it chose
         self._at = 0  # the tokens when the passages were chosen
+        self._cut = False  # the question goes on in the next chunk
 
     @property
     def holds(self) -> bool:
@@ -54,7 +55,9 @@ class PassageChoice:
         if new > 1 or not self.holds:
             self._at = self.ledger.length
             if new > 1:
-                self._question = self._at - min(new, QUESTION), self._at, passages
+                start, stop, _ = self._question
+                words = self._at - start if self._cut and stop == self._at - new else new
+                self._question, self._cut = (self._at - min(words, QUESTION), self._at, passages), self.ledger.continues
             elif not self._question[1]:  # it was asked while all entries were attended: the tokens until then
                 self._question = max(0, self._at - 1 - QUESTION), self._at - 1, 0
             again = self._question[1] == self._at  # the question, or its last token after a crop
@@ -117,12 +120,15 @@ def best_passages(scores: Tensor, count: int, first: int = 1) -> Tensor:
     """Return at most ``count`` passages of each row, (rows, n) in ascending order. scores: (rows, passages), at least
     0; below 0 for lost passages, which are not the first one and leave more than ``count``.
 
-    The ``first`` passages are among them, as far as they are not lost. The others are those with at least
-    :data:`SHARE` of the best one's score, each with the passage after it, into which what it begins may continue. Of
+    The ``first`` passages are among them, as far as they are not lost. The others are the best one, and those with at
+    least :data:`SHARE` of the best score, each with the passage after it, into which what it begins may continue. The
+    best score may be that of a first passage: every question ends with words of the chat template, and so does it. Of
     equal ones the newest are taken. A row that needs fewer than another one has more of the next best."""
     last, ranked, needed = scores.shape[1] - 1, [], 1
     for row in scores:
-        found, least = dict.fromkeys((row[:first] >= 0).nonzero()[:, 0].tolist()), SHARE * float(row.max())
+        found = dict.fromkeys((row[:first] >= 0).nonzero()[:, 0].tolist())
+        least, other = SHARE * float(row.max()), float(row[first:].max())
+        least = other if 0 < other < least else least
         for place in row.flip(0).argsort(descending=True, stable=True)[:count].tolist():
             best = last - place
             for number in range(best, min(best + 1, last) + 1):
