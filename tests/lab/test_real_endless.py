@@ -49,3 +49,14 @@ def test_needles_far_beyond_the_exact_tokens_are_chosen_and_read(smollm2: Any, t
             assert float(logs.mean()) > -1, sample.facts["depth"]
             spans = tool("endless_chat").attended(copy)
             assert sum(high - low for low, high in spans) < 0.8 * 2900, spans
+
+
+def test_facts_in_a_long_text_are_recalled_by_questions_in_the_chat_template(smollm2: Any, tmp_path: Path) -> None:
+    tool("endless_chat")  # from which the other one imports
+    needles = tool("endless_needles")
+    file, other = tmp_path / "author.txt", TEXT.replace("library", "museum").replace("book", "picture")
+    file.write_text(f"{TEXT} {other} " * 4)
+    found = [*needles.ask(smollm2, [file], 0, "endless+passages:exact=512", 384, 1500)]
+    assert [(one.depth, one.recalled) for one in found] == [(depth, True) for depth in needles.DEPTHS]
+    assert {one.form for one in found} == {*needles.FORMS} and all(one.tokens > 1500 for one in found)
+    assert "| smollm2 | endless+passages:exact=512 | 384 | 3 | 3 |" in needles.table(found)
