@@ -23,7 +23,8 @@ uint32_t bits_of(const uint8_t* codes, int first, uint32_t mask) {
 
 // The codes of a group, to or from the lane of one output.
 template <int BITS> void write_codes(const uint8_t* codes, int lane, uint8_t* out) {
-  constexpr int LOWS = BITS <= 3 ? 2 : 4, HIGHS = BITS == 6 ? 2 : BITS % 2, LOW = 8 / LOWS, HIGH = HIGHS ? 8 / HIGHS : 8;
+  constexpr int LOWS = BITS <= 3 ? 2 : 4, HIGHS = BITS == 6 ? 2 : BITS % 2;  // dwords
+  constexpr int LOW = 8 / LOWS, HIGH = HIGHS ? 8 / HIGHS : 8;                // groups of four codes in each
   constexpr int width = BITS <= 3 ? 2 : 4, above = BITS - width;
   uint32_t parts[LOWS + HIGHS] = {};
   for (int i = 0; i < 8; i++) {
