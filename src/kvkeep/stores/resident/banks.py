@@ -151,10 +151,14 @@ class Bank:
 
     def recount(self) -> None:
         """Count the columns in use, and the empty ones among them."""
+        if not self.slots.numel():
+            self.used = self.gaps = 0
+            return
         occupied = self.slots >= 0
-        filled = occupied.any(0).nonzero()
-        self.used = int(filled.max()) + 1 if filled.numel() else 0
-        self.count_gaps()
+        numbers = torch.arange(1, self.columns + 1, device=occupied.device)
+        found = torch.stack([(occupied * numbers).max(), occupied.sum(1).min()])
+        self.used, least = found.tolist()  # on a GPU, the host waits once
+        self.gaps = self.used - least
 
     def count_gaps(self) -> None:
         """Count the empty columns among those in use: the largest number of any lane."""
