@@ -47,6 +47,7 @@ NOT_CAPTURED = {
     "full": None, "kv-direct": 16, "h2o+checkpoint": 16, "snapkv+verified": 32, "h2o+merge": 16, "quantized": 80,
     "h2o+quantize:4": 80, "kvreviver": 80,
 }  # fmt: skip
+PIN = 5
 BEFORE = 4
 """How many tokens are read without a graph, at most: the first, and those that are compared."""
 
@@ -136,6 +137,34 @@ def test_replays_have_the_bits_of_steps(method: str, gpu: PretendedGpu, graphs: 
     gpu.clear()
     forward_one(twins.model, Read(twins.with_graphs, twins.next()))
     assert not gpu.waits and not gpu.copies and gpu.kernels == {"fill_": 1, "arange": 1, "clone": 1}
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("method", CAPTURED)
+def test_replays_evict_no_pinned_entry(method: str) -> None:
+    twins = Twins(method, CAPTURED[method] + PIN, pin=PIN)
+    twins.read(twins.next(LENGTH))
+    twins.step(BEFORE + 12)
+    assert twins.captured
+    for layer in twins.with_graphs.stream.bounded:
+        assert layer.resident.resident_slots()[:, :PIN].cpu().all()
+
+
+def test_a_conversation_pins_its_system_prompt_in_replays(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[CapturedGraph]
+) -> None:
+    def talk() -> list[list[int]]:
+        cache = KeepCache(model_of(), "window", 24)
+        chat = kvkeep.Conversation(cache.model, tokenizer(), cache, system="the of and to in", pin="system")
+        found = [chat.answer(text, max_new_tokens=16).tokens for text in ("a b c " * 9, "d e")]
+        pinned = cache.method.pin
+        assert pinned and all(layer.resident.resident_slots()[:, :pinned].cpu().all() for layer in cache.stream.bounded)
+        return found
+
+    found = talk()
+    assert graphs and graphs[-1].replays
+    monkeypatch.setattr(StepGraph, "read", lambda *given: None)
+    assert found == talk()
 
 
 @pytest.mark.turns(3)
