@@ -11,7 +11,7 @@ import torch
 from accelerator import DEVICE
 from captured import CAPTURED, CAPTURED_FAMILIES, LENGTH
 from families import tiny
-from helpers import prompt
+from helpers import drafted, prompt
 from torch import Tensor
 
 from kvkeep import KeepCache
@@ -49,3 +49,14 @@ def test_replays_are_near_steps(method: str, family: str, dtype: torch.dtype) ->
     assert ours.graph.captured
     medians = [1000 * sorted(one[NEW // 2 :])[NEW // 4] for one in times]
     print(f"{method} {family} {dtype}: {sum(same)} of {len(same)} equal, {medians[0]:.2f} ms, {medians[1]:.2f} without")
+
+
+@pytest.mark.parametrize("method", ["snapkv:window=4,kernel=3+verified:6", "duo-attention:sinks=2+verified:5"])
+def test_captured_drafts_change_no_token(method: str) -> None:
+    model = copy.deepcopy(tiny("llama")).to(DEVICE)
+    cache = KeepCache(model, method, 40, checkpoint="kv", where="host")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = drafted(model, cache, prompt(1, LENGTH), NEW, copies=False)
+    assert cache.graph.captured and found.drafted
+    assert found.tokens == drafted(model, KeepCache(model), prompt(1, LENGTH), NEW, copies=False).tokens

@@ -15,6 +15,7 @@ from kvkeep import KeepCache
 from kvkeep.engine.answer import forward_one
 from kvkeep.engine.batch import Read
 from kvkeep.passes import graphs
+from kvkeep.passes.graphs import StepGraph
 from kvkeep.step import choice
 from kvkeep.step.constants import Constants, on_device
 
@@ -46,12 +47,8 @@ class NotedKernel:
         return launch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["window", "knorm"])
-def test_passes_that_are_compared_launch_kernels_with_the_same_numbers(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By triton's interpreter. A graph repeats launches with the numbers and the table that they had."""
+def noted_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let kernels attend, and return a list to which their launches are added."""
     pytest.importorskip("triton")
     from kvkeep.step import triton as kernels
     from kvkeep.step.triton import kernels as compiled
@@ -60,9 +57,20 @@ def test_passes_that_are_compared_launch_kernels_with_the_same_numbers(
     monkeypatch.setattr(choice, "kernels_of", lambda device: kernels)
     for name in ("attend_block", "combine"):
         monkeypatch.setattr(compiled, name, NotedKernel(getattr(compiled, name), launches))
+    return launches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["window", "knorm"])
+def test_passes_that_are_compared_launch_kernels_with_the_same_numbers(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By triton's interpreter. A graph repeats launches with the numbers and the table that they had."""
+    launches = noted_kernels(monkeypatch)
     model, ids = tiny("llama", layers=1).to(DEVICE), prompt(1, 40)
     ours, theirs = (KeepCache(model, method, 16) for _ in range(2))
-    monkeypatch.setattr(ours.graph, "possible", True)
+    ours.graph = StepGraph(ours.stream)
+    ours.graph._possible = True
     for one in (ours, theirs):
         step(model, one, ids[:, :30].to(DEVICE))
     passes = []
@@ -73,3 +81,27 @@ def test_passes_that_are_compared_launch_kernels_with_the_same_numbers(
         assert isinstance(found, Tensor)
         torch.testing.assert_close(found, step(model, theirs, torch.tensor([[token]]).to(DEVICE))[0], rtol=0, atol=0)
     assert len(passes[-1]) >= 2 * len(model.model.layers) and passes[-2] == passes[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["snapkv:window=4,kernel=3+verified:6", "duo-attention:sinks=2+verified:5"])
+def test_drafts_launch_kernels_with_the_same_numbers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every run, and whichever drafts the exact pass between has taken back."""
+    launches = noted_kernels(monkeypatch)
+    model, ids, passes = tiny("llama", layers=1).to(DEVICE), prompt(1, 60).to(DEVICE), []
+    cache = KeepCache(model, method, 24, checkpoint="kv")
+    assert cache.draft_passes is not None
+    cache.draft_passes.uniform = True
+    cache.graph = StepGraph(cache.stream)
+    cache.graph._possible, cache.graph._try = True, cache.graph._pass
+    step(model, cache, ids[:, :50])
+    for run in range(2):
+        cache.draft_passes.begin(choose=not run)
+        for token in ids[0, 50:55].tolist():
+            launches.clear()
+            assert isinstance(forward_one(model, Read(cache, [token])), Tensor)
+            passes.append([*launches])
+        cache.stream.abandon()
+        step(model, cache, ids[:, 50:55])
+        cache.crop(-3)
+    assert all(one == passes[-1] for one in passes[2:]) and len(passes[-1]) >= 2

@@ -137,6 +137,13 @@ WRONG: list[tuple[str, Callable[[LayerStep], LayerStep]]] = [
     ("tokens", changed(tokens=2)),
     ("tokens", changed(tokens=0)),
     ("tokens", lambda step: without(step, evict=None, reduce="", received=None, tokens=2**64 + 1)),
+    ("place", changed(place=torch.tensor([0]))),
+    (
+        "place",
+        lambda step: appended(slots=None, scores=None, extra=None, newest=None)(step)._replace(
+            evict=None, place=torch.tensor(0)
+        ),
+    ),
     ("others", lambda step: step._replace(others=[step])),
     ("others", lambda step: step._replace(others=[])),
 ]
@@ -174,6 +181,16 @@ def test_the_library_reads_ranks_of_two_types() -> None:
             continue
         with pytest.raises(BadCall):
             native.run([step], [0], entry, entry, entry, 1.0)
+
+
+def test_a_row_that_is_a_tensor_is_not_for_the_library() -> None:
+    keys, values, entry = numbers(LANES, ROWS, DIM), numbers(LANES, ROWS, DIM), torch.ones(1, LANES, 1, DIM).bfloat16()
+    step = LayerStep(Destination(keys, values), attend=[Span(keys, values, 0, ROWS)], place=torch.tensor([3]))
+    with pytest.raises(BadCall):
+        native.run([step], [0], entry, entry, entry, 1.0)
+    assert not keys.any()
+    plain.run([step], [0], entry, entry, entry, 1.0)
+    assert keys.any(2).nonzero()[:, 1].tolist() == [3] * LANES
 
 
 @pytest.mark.parametrize("token", [-1, 1])

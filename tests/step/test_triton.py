@@ -380,6 +380,15 @@ def test_steps_with_ranks_or_recorded_attention_are_left_to_plain_operations() -
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
+def test_a_row_that_is_a_tensor_is_written_as_its_number() -> None:
+    text, results = Text(30), []
+    for row, place in ((11, None), (0, torch.tensor([11], device=DEVICE))):
+        keys, values = text.keys.clone(), text.values.clone()
+        one = LayerStep(Destination(keys, values, row), attend=[Span(keys, values, 0, 30)], place=place)
+        results.append((kernels.run([one], [0], *text.given, 0.3), keys, values))
+    assert all(map(torch.equal, *results))
+
+
 def test_the_twin_would_see_another_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests compare are two computations: if the table names a wrong row, they differ."""
     text = Text(530)
@@ -445,9 +454,10 @@ for kernel, rows in (
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": 8, "enable_fp_fusion": False}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "fma.rn.f32" not in code
-    assert kernel is not kernels.attend_block or "ld.global.v4" in code
+    for capability in (80, 90):
+        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+        assert "fma.rn.f32" not in code
+        assert kernel is not kernels.attend_block or "ld.global.v4" in code
     print(kernel.fn.__name__)
 """
 

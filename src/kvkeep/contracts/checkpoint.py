@@ -27,6 +27,8 @@ class Checkpoint(ABC):
     """The checkpoint stores every token, evicted or not."""
     copies: bool
     """A recall computes nothing; at most it copies data."""
+    in_place = False
+    """Attention reads all entries where they are stored: no copy crosses a bus."""
     replays: bool
     """The checkpoint runs layers again, with the model's masks."""
     staged = 0

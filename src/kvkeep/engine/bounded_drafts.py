@@ -50,19 +50,21 @@ class BoundedDrafts(Drafter):
         count = self._count(min(limit, self.passes.tail - 1))
         self._drafted = 0
         if count and (self._seconds is None or self._rate(count) >= rate):
-            copied = yield from self._run(torch.cat([self._prompt, self._prompt.new_tensor([tokens])], 1), count)
+            copied = yield from self._run(tokens, count)
         self._begin = time.perf_counter()
         return copied
 
-    def _run(self, ids: Tensor, count: int) -> Drafts:
-        """Return at most ``count`` drafts after ``ids`` (1, tokens), until one is not sure."""
+    def _run(self, tokens: Sequence[int], count: int) -> Drafts:
+        """Return at most ``count`` drafts after the answer's ``tokens``, until one is not sure."""
+        ids = torch.cat([self._prompt, self._prompt.new_tensor([tokens])], 1)
         self.margins.begin()
         try:
             self.passes.begin(self._choose)
             self._choose = False
-            begin, drafts = time.perf_counter(), list[int]()
+            begin, drafts, settled = time.perf_counter(), list[int](), True
             while len(drafts) < count and self.margins.sure:
-                logits = yield Read(self.cache, ids[0, -1:].tolist())
+                logits = yield Read(self.cache, [(drafts or tokens)[-1]])
+                settled = settled and (self.cache.graph is None or self.cache.graph.settled)
                 scores = self.sampler.draft_scores(ids, logits, len(drafts))
                 self.margins.note(scores[0])
                 drafts.append(likeliest(scores[0]))
@@ -70,7 +72,8 @@ class BoundedDrafts(Drafter):
         finally:
             self.cache.stream.abandon()
         self._drafted, seconds = len(drafts), (time.perf_counter() - begin) / len(drafts)
-        self._seconds = seconds if self._seconds is None else FORGET * self._seconds + (1 - FORGET) * seconds
+        if settled:
+            self._seconds = seconds if self._seconds is None else FORGET * self._seconds + (1 - FORGET) * seconds
         return drafts
 
     def learn(self, drafted: int, taken: Sequence[int], exact: Sequence[Tensor]) -> None:

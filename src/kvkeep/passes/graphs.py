@@ -43,12 +43,12 @@ class StepGraph:
         self._stream = stream
         geometry, layers = stream.geometry, stream.geometry.layers
         full = [layer.index for layer in geometry.full_layers] == [layer.source for layer in layers]
-        dropped = stream.checkpoint is None and stream.draft_passes is None
+        dropped = stream.checkpoint is None or stream.draft_passes is not None  # drafts leave nothing there
         dropped = dropped and not (stream.pass_hooks or stream.ledger.records or stream.states)
-        self.possible: bool = (
-            stream.device.type == "cuda" and stream.streams and full and dropped and geometry.steady(None)
-        )
-        """Whether steps may be captured at all: all layers drop what they evict, and the model is on a GPU."""
+        on_gpu = stream.device.type == "cuda"
+        self._possible: bool = on_gpu and stream.streams and full and dropped and geometry.steady(None)
+        self.settled = True
+        """Whether the last pass took as long as later ones will: it was neither compared nor captured."""
         self._model: ModelParts | None = None
         self._layout: StepLayout | None = None
         self._forget()
@@ -61,6 +61,13 @@ class StepGraph:
         self._tried, self._ready = 0, False
 
     @property
+    def possible(self) -> bool:
+        """Whether the next step may be captured: all layers drop what they evict, or it is a draft; and the model is on
+        a GPU."""
+        passes = self._stream.draft_passes
+        return self._possible and (passes is None or passes.active)
+
+    @property
     def captured(self) -> bool:
         """Whether there is a graph."""
         return self._graph is not None
@@ -70,6 +77,7 @@ class StepGraph:
         cache: the stream's. Raises what a pass of ``model`` raises."""
         if self.possible:
             self._stream.owner.check()
+        self.settled = True
         before, self._layout = self._layout, self._layout_of(model)
         if before is None or self._layout is None or not before.is_that_of(self._layout):
             self._forget()
@@ -84,6 +92,7 @@ class StepGraph:
         clock.set(self._stream.length)
         if self._graph is not None:
             return self._replay(ids)
+        self.settled = False
         return self._capture(model, cache) if self._ready else self._try(model, cache)
 
     def _layout_of(self, model: Any) -> StepLayout | None:
@@ -154,6 +163,8 @@ class StepGraph:
         """Undo a pass that was captured, and has not run: only numbers of the host have changed."""
         if self._stream.open:
             self._stream.roll_back(computed=False)
+        elif (passes := self._stream.draft_passes) is not None:
+            passes.forget_from(length)
         elif (more := self._stream.length - length) > 0:
             cache.crop(-more)
 

@@ -408,9 +408,9 @@ class CacheStream:
     @outside_inference_mode
     def roll_back(self, restoring: bool = False, computed: bool = True) -> None:
         """Undo an unfinished pass, and all drafts if it drafts. Hooks miss some interrupts, so this may run at the next
-        use. restoring: the caller then restores windows and recurrent states. computed: False if it wrote nothing.
-        Raises KvkeepError if the pass cannot be undone, EntriesLost if entries on disk are lost, and UsageError during
-        another thread's pass."""
+        use. restoring: the caller then restores windows and recurrent states. computed: False if it wrote nothing;
+        earlier drafts then stay. Raises KvkeepError if the pass cannot be undone, EntriesLost if entries on disk are
+        lost, and UsageError during another thread's pass."""
         self.owner.check()
         self.disk.check()
         if self.open:
@@ -426,7 +426,10 @@ class CacheStream:
             return
         # Until all of it is done the pass stays open: an interrupt may come here, too.
         if self.draft_passes is not None and self._drafting:
-            self.draft_passes.end()
+            if computed:
+                self.draft_passes.end()
+            else:
+                self.draft_passes.forget_from(self._known)
         else:
             self.record.note_undone()
             self._disturbed = computed and self.observes and not self.method.recall.endless

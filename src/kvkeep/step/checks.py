@@ -108,11 +108,13 @@ def check_beside(one: Destination, lanes: int, source: Destination | None = None
 
 def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
     """Check what changes with every token. entries: those that the last query attends to."""
-    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, tokens, evicts = step
+    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, tokens, evicts, place = step
     if tokens != 1 and not (
         0 < tokens <= entries and ranks is None and (evict is None or evict.slots is None) and not reduce
     ):
         raise BadCall("several tokens of a step must attend to their own entries, and rank and score none")
+    if place is not None and (tokens > 1 or place.shape != (1,) or append.slots is not None or evict is not None):
+        raise BadCall("a row on the device must be that of one token, which evicts nothing")
     if not 0 < evicts <= tokens:
         raise BadCall("entries must be evicted by tokens of their step")
     if ranks is not None:

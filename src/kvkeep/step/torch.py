@@ -42,7 +42,7 @@ def write(step: LayerStep, keys: Tensor, values: Tensor, writes: Writes) -> None
     append, evict, ranks = step.append, step.evict, step.ranks
     own_keys, own_values = append.keys.flatten(0, -3), append.values.flatten(0, -3)
     lane, later = (torch.arange(count, device=own_keys.device) for count in (len(own_keys), step.tokens))
-    row = append.row + later
+    row = later + (append.row if step.place is None else step.place)
     if ranks is not None:
         assert append.slots is not None
         slots = append.slots

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.errors import BadCall
 from kvkeep.native.library import kernels, library
 from kvkeep.native.structures import (
     ADDRESS_BYTES,
@@ -214,6 +215,8 @@ class _Form:
                 narrow(self._pieces[number], span, self._reads[number])
                 self._shown[number] = bounds
         check_token(step, self.bank, entries)
+        if step.place is not None:
+            raise BadCall("the library takes the number of a row")
         self._attention.entries = entries
         if step.tokens > 1:
             self._attention.causal_offset = entries - step.tokens
@@ -242,7 +245,7 @@ where they and the form's other tensors lie (:func:`memory_of`)."""
 
 def _form(step: LayerStep) -> _Form:
     """Return the form of the steps with these tensors and codes, and with the same fields, which is made once."""
-    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, tokens, _ = step
+    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, tokens, _, _ = step
     keys, values, _, *parts = append
     parts += keys, values, seen
     if evict is not None:

@@ -126,12 +126,12 @@ def _task(step: LayerStep, token: int, query: Tensor, output: Tensor, groups: in
 
 
 def _writing(parts: Sequence[tuple[LayerStep, int]], key: Tensor, value: Tensor, writes: Writes) -> Writing | None:
-    """Return what some steps write. Where a step ranks rows or writes more than entries, plain operations write it
-    here."""
+    """Return what some steps write. Where a step ranks rows, writes more than entries or finds its row on the device,
+    plain operations write it here."""
     numbers, lanes, ids = list[int](), 1, list[int]()
     for step, token in parts:
         append, evict, count = step.append, step.evict, step.append.keys.shape[-3]
-        if step.ranks is not None or append.slots is not None:
+        if step.ranks is not None or append.slots is not None or step.place is not None:
             lane, here = slice(step.first_lane, step.first_lane + count), slice(token, token + step.tokens)
             plain.write(step, key[0, lane, here], value[0, lane, here], writes)
             continue

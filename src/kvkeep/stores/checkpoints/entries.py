@@ -38,6 +38,7 @@ class EntryCheckpoint(Checkpoint):
     ) -> None:
         self.spec, self.home, self.capacity = spec, home, spec.capacity
         self.device, self.meter, self.page = device, meter, page
+        self.in_place = device.type == "cpu" or spec.where == "device"
         self._full = {layer: FullPages() for layer in layers}
 
         def rows() -> Rows:

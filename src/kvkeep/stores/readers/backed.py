@@ -14,8 +14,9 @@ from all entries, by the attention of the last tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,13 +168,14 @@ class DraftAndVerify(ReadCheckpoint):
         self.passes = passes
         self.waiting = 0  # entries in the tail
         self._voters: _Voters | None = None
+        self._seen: list[Tensor] = []  # of each bank, which rows have an entry that drafts see, if steps are uniform
 
     def chooses(self, layer: Layer) -> bool:
         """Return whether the resident entries can be chosen anew from all entries: the selector uses only attention,
-        only the checkpoint has evicted entries, and reading it takes no computation."""
+        only the checkpoint has evicted entries, and reading it a second time is cheap."""
         store, selector = layer.evicted, layer.resident.selector
         only_backed = not (store.keeps or store.makes_room)
-        return only_backed and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
+        return only_backed and self.checkpoint.in_place and selector.observation_window != 0 and not selector.needs_kv
 
     # -- a forward pass -----------------------------------------------------------------------------
 
@@ -182,14 +184,58 @@ class DraftAndVerify(ReadCheckpoint):
             layer.resident.arrive(keys, values)
 
     def plan(self, layer: Layer, count: int = 1) -> LayerStep | None:
-        """Return the step of a draft, if one bank of resident entries is all that it attends to."""
+        """Return the step of a draft, if it attends to resident entries alone; if steps are not uniform, to one bank
+        without gaps."""
         store, banks = layer.evicted, layer.resident.banks
         bank = banks.banks[0]
-        if count > 1 or not self.passes.active or store.keeps or store.makes_room or banks.seen_by_all != bank.used:
+        if count > 1 or not self.passes.active or store.keeps or store.makes_room:
+            return None
+        if self._seen:
+            return self._plan_uniformly(layer)
+        if banks.seen_by_all != bank.used:
             return None
         row = bank.used + self.waiting
         attended = [Span(bank.keys, bank.values, 0, row + 1)]
         return LayerStep(Destination(bank.keys, bank.values, row), layer.arrived, attend=attended)
+
+    def _plan_uniformly(self, layer: Layer) -> LayerStep | None:
+        """Return the step of a draft that differs from others in no number of the host: its row is a tensor, and it
+        attends to all rows that are seen."""
+        parts, tail = list[LayerStep](), torch.arange(self.passes.tail, device=layer.device)
+        place, slot = self.passes.place(), self.passes.ledger.number(layer.arrived)
+        for bank, seen in zip(layer.resident.banks, self._seen, strict=True):
+            if not bank.columns or bank.extra is not None:
+                return None
+            seen[:, bank.columns :] = tail <= place
+            row = place + bank.columns
+            for first, lanes, keys, values in bank.runs:
+                append, span = Destination(keys, values), Span(keys, values, 0, keys.shape[-2])
+                parts.append(LayerStep(append, slot, attend=[span], seen=seen[lanes], first_lane=first, place=row))
+        one, *others = sorted(parts, key=lambda part: part.first_lane)
+        return one._replace(others=others) if others else one
+
+    def begin(self, layer: Layer, choose: bool) -> None:
+        """Begin drafts. choose: the resident entries are first chosen anew, where that is possible."""
+        if choose:
+            self.choose(layer)
+        if not self.passes.uniform:
+            return
+        banks = layer.resident.banks
+        shapes = [(len(bank.slots), bank.keys.shape[1]) for bank in banks]
+        if [one.shape for one in self._seen] != shapes:
+            self._seen = [torch.empty(shape, dtype=torch.bool, device=layer.device) for shape in shapes]
+        for bank, seen in zip(banks, self._seen, strict=True):
+            seen[:, : bank.columns] = bank.slots >= 0
+
+    def layout(self, layer: Layer) -> Sequence[Any] | None:
+        """Return the layout of drafts, once the budget is full. It has no number: whatever the exact passes and a crop
+        have done to the entries, their tensors stay. A selector that divides the budget in each exact pass makes new
+        ones, so that a graph would serve for a few drafts."""
+        resident, banks = layer.resident, layer.resident.banks
+        grows = any(bank.columns < bank.budget for bank in banks)
+        if layer.pending is not None or not layer.evicted.idle or resident.selector.divides or grows:
+            return None
+        return [one for bank, seen in zip(banks, self._seen, strict=True) for one in (bank.keys, bank.values, seen)]
 
     def commit(self, layer: Layer) -> None:
         if self.passes.active:
@@ -259,6 +305,11 @@ class DraftAndVerify(ReadCheckpoint):
             lambda lane, slot: self.checkpoint.pick(layer.index, lane, slot),
         )
 
+    def forget_drafts(self, layer: Layer, length: int) -> None:
+        """Forget drafts from slot ``length`` on. They have changed nothing else."""
+        layer.pending = None
+        self.truncate(layer, length)
+
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, layer: Layer, length: int) -> None:
@@ -273,4 +324,5 @@ class DraftAndVerify(ReadCheckpoint):
     @property
     def bookkeeping_bytes(self) -> int:
         voters = self._voters
-        return 0 if voters is None else nbytes(voters.step.query, voters.output, voters.lse)
+        queries = () if voters is None else (voters.step.query, voters.output, voters.lse)
+        return nbytes(*queries, *self._seen)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.dynamic import WindowState, noted
 
@@ -11,8 +15,10 @@ from kvkeep.stores.dynamic import WindowState, noted
 class DraftPasses:
     """The draft passes of one cache. tail: the maximum number of tokens that they read in a row."""
 
-    def __init__(self, tail: int, ledger: Ledger) -> None:
-        self.tail, self.ledger = tail, ledger
+    def __init__(self, tail: int, ledger: Ledger, device: torch.device) -> None:
+        self.tail, self.ledger, self.device = tail, ledger, device
+        self.uniform = device.type == "cuda"
+        """Whether the steps of all drafts have the same shapes and numbers, so that one graph can have them."""
         self.active = False
         """Whether the next pass drafts: its tokens attend to resident entries, and are forgotten by :meth:`end`."""
         self.begun = 0
@@ -23,6 +29,8 @@ class DraftPasses:
         """The layers with a sliding window."""
         self.states: dict[int, Any] = {}
         """The recurrent states, by layer."""
+        self.first: Tensor | None = None
+        """:attr:`begun` on the device, (1,) int64, for steps that are :attr:`uniform`."""
         self._before: list[WindowState] = []
 
     @property
@@ -30,16 +38,24 @@ class DraftPasses:
         """The number of tokens without drafts."""
         return self.begun if self.active else self.ledger.length
 
+    @outside_inference_mode
     def begin(self, choose: bool) -> None:
         """Begin: until :meth:`end`, each pass reads one token. choose: the resident entries are first chosen again from
         all entries, by the attention of the last tokens, where that is possible."""
-        if choose:
-            for layer in self.layers:
-                layer.reader.choose(layer)
+        for layer in self.layers:
+            layer.reader.begin(layer, choose)
+        if self.uniform:  # always in the same memory: graphs read it
+            self.first = torch.zeros(1, dtype=torch.int64, device=self.device) if self.first is None else self.first
+            self.first.fill_(self.ledger.length)
         self.begun, self._before, self.active = self.ledger.length, [], True
         self._before = noted(self.windows)
         for state in self.states.values():
             state.note()
+
+    def place(self) -> Tensor:
+        """Return how many drafts precede the present one, on the device, (1,) int64."""
+        assert self.first is not None
+        return self.ledger.number(self.ledger.length - 1) - self.first
 
     def end(self) -> None:
         """Forget the drafts. An interrupted call can be repeated."""
@@ -49,7 +65,11 @@ class DraftPasses:
             window.restore()
         for state in self.states.values():
             state.go_back()
-        for layer in self.layers:
-            layer.truncate(self.begun)
-        self.ledger.truncate(self.begun)
+        self.forget_from(self.begun)
         self._before, self.active = [], False
+
+    def forget_from(self, length: int) -> None:
+        """Forget the drafts from slot ``length`` on."""
+        for layer in self.layers:
+            layer.reader.forget_drafts(layer, length)
+        self.ledger.truncate(length)
