@@ -18,7 +18,6 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.meter import Memory, Meter, resident_now
 from kvkeep.memory.rows import Rows
-from kvkeep.passes.graphs import StepGraph
 from kvkeep.passes.hooks import ForwardHooks, SessionPass
 from kvkeep.passes.stream import CacheStream
 from kvkeep.policies.assembly import assemble
@@ -63,6 +62,8 @@ class KeepCache(RecurrentCache):
 
     meter: Meter
     """Bytes and seconds of the cache."""
+    graph: Any
+    """The :class:`~kvkeep.passes.graphs.StepGraph` that reads single tokens; None on a CPU."""
     exact_tokens: int | None
     """The number of tokens up to which a text is exact, for ``endless``; None: exactness does not depend on the length
     of a text."""
@@ -190,7 +191,11 @@ class KeepCache(RecurrentCache):
         self.stream = CacheStream((first or self.request).method, self.geometry, made, rereading)
         self.exact_tokens = self.stream.exact_tokens
         self.hooks = ForwardHooks([SessionPass(self.stream)], self.geometry)
-        self.graph = StepGraph(self.stream)
+        self.graph = None
+        if made.device.type == "cuda":
+            from kvkeep.passes.graphs import StepGraph  # a CPU does not need it
+
+            self.graph = StepGraph(self.stream)
 
     def pin(self, count: int) -> None:
         """Pin the first ``count`` tokens of each row of the next text, padding not counted: their entries are never

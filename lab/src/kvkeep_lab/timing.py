@@ -253,7 +253,8 @@ def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time
 
 def may_be_captured(cache: Any, ids: Tensor) -> bool:
     """Return whether a graph of CUDA may run the pass over ``ids``."""
-    return isinstance(cache, KeepCache) and cache.graph.possible and ids.numel() == 1
+    graph = cache.graph if isinstance(cache, KeepCache) else None
+    return graph is not None and graph.possible and ids.numel() == 1
 
 
 def synchronize(device: torch.device) -> None:

@@ -379,7 +379,8 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
 
 def _may_be_captured(read: Read) -> bool:
     """Return whether a graph of CUDA may run the pass over a read."""
-    return isinstance(read.cache, KeepCache) and read.cache.graph.possible and len(read.ids) == read.keep == 1
+    graph = read.cache.graph if isinstance(read.cache, KeepCache) else None
+    return graph is not None and graph.possible and len(read.ids) == read.keep == 1
 
 
 def chunk_size(cache: KeepCache) -> int:
