@@ -65,11 +65,48 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
     "glm4_moe": lambda: hf.Glm4MoeConfig(**_WIDE | _HALF, first_k_dense_replace=4, use_qk_norm=True),
     "granite": lambda: hf.GraniteConfig(**_WIDE, residual_multiplier=0.3, attention_multiplier=0.2),
     "hunyuan_v1_dense": lambda: hf.HunYuanDenseV1Config(**_WIDE),  # rotates before its norms
+    "ministral3": lambda: hf.Ministral3Config(  # scales queries by their position
+        **_WIDE,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10_000.0, "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "olmo2": lambda: hf.Olmo2Config(**COMMON | {"intermediate_size": 64}),  # norms of all heads
     "phi3": lambda: hf.Phi3Config(**COMMON | {"intermediate_size": 64}, partial_rotary_factor=0.5, sliding_window=20),
     "smollm3": lambda: hf.SmolLM3Config(**_WIDE, no_rope_layer_interval=2),  # half of its layers rotate nothing
 }  # fmt: skip
 """Families whose layers differ from Llama's, of widths that the native library multiplies."""
+
+_LAYERS = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+_ROUTED = _WIDE | {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 8}
+BESIDE_RECURRENT: dict[str, Callable[[], Any]] = {
+    "lfm2": lambda: hf.Lfm2Config(
+        **_WIDE | {"layer_types": ["conv", "full_attention"] * 2}, block_auto_adjust_ff_dim=False
+    ),
+    "lfm2_moe": lambda: hf.Lfm2MoeConfig(
+        **_ROUTED | {"layer_types": ["conv", "full_attention"] * 2}, num_dense_layers=2
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(  # gates attention's output, rotates a quarter of each head
+        **_ROUTED | _LAYERS | _DELTA, shared_expert_intermediate_size=32
+    ),
+    "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**_WIDE | _LAYERS | _DELTA),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(  # rotates nothing
+        **_WIDE | _MAMBA | _LAYERS | {"mamba_d_state": 16}, num_local_experts=8, num_experts_per_tok=2,
+        shared_intermediate_size=32, residual_multiplier=0.3, position_embedding_type="nope",
+    ),
+    "nemotron_h": lambda: hf.NemotronHConfig(  # layers of attention without an MLP
+        **_WIDE | {"num_hidden_layers": 6}, ssm_state_size=16, mamba_num_heads=4, mamba_head_dim=16, n_groups=1,
+        layers_block_type=["linear_attention", "full_attention", "mlp"] * 2, chunk_size=16,
+    ),
+    "granitemoehybrid without experts": lambda: hf.GraniteMoeHybridConfig(
+        **_WIDE | _MAMBA | _LAYERS | {"mamba_d_state": 16}, num_local_experts=0, shared_intermediate_size=32,
+    ),
+}  # fmt: skip
+"""Families whose layers have attention or a recurrent module, of widths that the native library multiplies."""
 
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(

@@ -44,6 +44,9 @@ MIXTURES = {
         **COMMON | OWN, head_dim=16, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=0,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     ),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(  # multiplies the output of its shared expert by a share
+        **COMMON | OWN, num_experts=8, shared_expert_intermediate_size=48, decoder_sparse_step=1,
+    ),
     "nemotron_h": lambda: hf.NemotronHConfig(
         **COMMON | {"num_hidden_layers": 2}, head_dim=8, layers_block_type=["full_attention", "moe"],
         n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,

@@ -108,24 +108,18 @@ def _wider(config: Any) -> Any:
 
 
 def _in_library(tokenizer: Any, config: Any, folder: Path) -> tuple[str, str, list[str]]:
-    """Return the layers that the library runs, whether bits are the same for all chunks, and the methods that are
-    refused, of a model with the config of a file and random weights."""
+    """Return the parts of layers that the library runs, whether bits are the same for all chunks, and the methods that
+    are refused, of a model with the config of a file and random weights."""
     from transformers import AutoModelForCausalLM
 
     from kvkeep import KeepCache
     from kvkeep.errors import BudgetError, UnsupportedModelError
-    from kvkeep.models.adapter import decoder_of, layers_of
-    from kvkeep.models.fused import FusedLayer
     from kvkeep.models.loading import load
-    from kvkeep.models.recurrences import layers_in_order
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model: Any = load(folder, weights="bfloat16", device="cpu").model
-    layers = layers_of(decoder_of(model))
-    whole = sum(isinstance(layer.forward, FusedLayer) for layer in layers)
-    parts = len(layers_in_order(model))
     refused, same = [], False
     for method in METHODS:
         try:
@@ -135,8 +129,28 @@ def _in_library(tokenizer: Any, config: Any, folder: Path) -> tuple[str, str, li
             refused.append(method)
         except BudgetError:  # the budget is too small for the tiny model, but the method works
             continue
-    native = "all" if whole == len(layers) else "recurrent" if parts and not whole else "some" if whole else "products"
-    return native, "yes" if same else "no", refused
+    return _run_by_the_library(model), "yes" if same else "no", refused
+
+
+def _run_by_the_library(model: Any) -> str:
+    from kvkeep.models.adapter import decoder_of, layers_of
+    from kvkeep.models.fused import FusedLayer
+    from kvkeep.models.mlps import FusedMlp
+
+    parts: dict[str, list[bool]] = {}
+    for layer in layers_of(decoder_of(model)):
+        forward = vars(layer).get("forward")
+        for module in layer.modules():
+            name, replaced = type(module).__name__, vars(module).get("forward")
+            if name.endswith("Attention"):
+                parts.setdefault("attention", []).append(isinstance(forward, FusedLayer))
+            elif hasattr(module, "conv1d") or isinstance(getattr(module, "conv", None), torch.nn.Conv1d):
+                parts.setdefault("recurrent", []).append(getattr(module, "in_order", False))
+            elif name.endswith(("MLP", "MoE", "Moe", "MoeBlock", "MoEBlock")):
+                whole = isinstance(forward, FusedLayer) and forward.mlp is not None
+                parts.setdefault("MLPs", []).append(whole or isinstance(replaced, FusedMlp))
+    run = [name for name, done in parts.items() if all(done)]
+    return "all" if len(run) == len(parts) else ", ".join(sorted(run)) or "products"
 
 
 def table() -> str:

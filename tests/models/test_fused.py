@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import saved
-from families import COMMON, FAMILIES, LAYOUTS
+from families import BESIDE_RECURRENT, COMMON, FAMILIES, LAYOUTS
 from mixtures import mixture
 from torch import Tensor
 
@@ -20,18 +20,14 @@ from kvkeep import KeepCache
 from kvkeep.models import fused as fusing
 from kvkeep.models.fused import FusedLayer, FusedLayers
 from kvkeep.models.loading import load
+from kvkeep.models.mlps import FusedMlp
 from kvkeep.models.norms import FusedNorm
 from kvkeep.models.rotary import rotations_of
 from kvkeep.native.library import _share_threads, kernels, library
 
 pytestmark = pytest.mark.usefixtures("kernels")
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", *LAYOUTS)
 OTHERS: dict[str, Any] = {
-    "ministral3": lambda: hf.Ministral3Config(  # scales queries by their position
-        **COMMON, head_dim=16,
-        rope_parameters=ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16},
-    ),
     "stablelm": lambda: hf.StableLmConfig(**COMMON),  # LayerNorm
     "cohere2": lambda: hf.Cohere2Config(**COMMON),  # attention beside the MLP
 }  # fmt: skip
@@ -45,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def make(family: str, weights: str = "bfloat16") -> Any:
         torch.manual_seed(0)
-        config = (FAMILIES | LAYOUTS | OTHERS)[family]()
+        config = (FAMILIES | LAYOUTS | OTHERS | BESIDE_RECURRENT)[family]()
         if hasattr(config, "intermediate_size"):
             config.intermediate_size = 64
         model = hf.AutoModelForCausalLM.from_config(config).float()
@@ -70,7 +66,7 @@ def plain(model: Any) -> Any:
     """The same model by its modules."""
     other = copy.deepcopy(model)
     for part in other.modules():
-        if isinstance(vars(part).get("forward"), FusedLayer | FusedNorm):
+        if isinstance(vars(part).get("forward"), FusedLayer | FusedMlp | FusedNorm):
             del part.forward
     return other
 
@@ -94,15 +90,15 @@ def test_fused_layers_equal_the_modules(family: str, weights: str, made: Any) ->
 
 
 def by_modules(model: Any) -> Any:
-    """The same model by its modules, with the library's norms."""
+    """The same model by its modules, with the library's norms and MLPs."""
     other = plain(model)
-    for part, norm in zip(model.modules(), other.modules(), strict=True):
-        if isinstance(forward := vars(part).get("forward"), FusedNorm):
-            vars(norm)["forward"] = forward
+    for part, module in zip(model.modules(), other.modules(), strict=True):
+        if isinstance(forward := vars(part).get("forward"), FusedMlp | FusedNorm):
+            vars(module)["forward"] = forward
     return other
 
 
-@pytest.mark.parametrize("family", [*OTHERS, "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("family", [*OTHERS, "gpt2"])
 def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
     """Its logits equal those of the modules bit for bit."""
     model, other = made(family), by_modules(made(family))
@@ -140,16 +136,18 @@ def test_a_layer_that_rotates_otherwise_is_not_taken(family: str, tmp_path: Path
 @pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "family",
-    ["glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "minimax_m2", "mixtral", "olmoe", "qwen3_moe"],
-)
+    [
+        "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "minimax_m2", "mixtral", "olmoe",
+        "qwen2_moe", "qwen3_moe",
+    ],
+)  # fmt: skip
 def test_a_mixture_has_the_bits_of_its_modules(family: str, tmp_path: Path) -> None:
     model: Any = load(saved(mixture(family), tmp_path), weights="int8", device="cpu").model
-    assert [one.mixture for one in fused(model)] == [True] * model.config.num_hidden_layers
-    shared = family in ("glm4_moe", "granitemoeshared")  # which have more than a router and experts
-    assert {one.ends for one in fused(model)} == {shared}
+    mlps = [one.mlp for one in fused(model)]
+    assert len(mlps) == model.config.num_hidden_layers and all(one is not None and one.router for one in mlps)
     layers = fused(model)[0].all
     assert (layers is None) is (family == "gpt_oss")  # whose attention has sinks
-    assert layers is None or len(layers.tables) == (4 if shared else 1)
+    assert layers is None or len(layers.tables) == 1
     other, mask = by_modules(model), torch.ones_like(IDS)
     mask[0, :9] = 0
     assert torch.equal(logits(model, attention_mask=mask)[:, 9:], logits(other, attention_mask=mask)[:, 9:])
@@ -158,14 +156,37 @@ def test_a_mixture_has_the_bits_of_its_modules(family: str, tmp_path: Path) -> N
         assert torch.equal(*(logits(one, ids, cache=cache) for one, cache in zip((model, other), caches, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("gate", "number"), [("silu", 0), ("gelu_pytorch_tanh", 1), ("gelu", None), ("relu", None), ("gelu_new", 1)]
-)
-def test_the_gate_is_the_activation_of_the_mlp(gate: str, number: int | None, tmp_path: Path) -> None:
-    """Weights are as initialised; the gates then differ little."""
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("family", BESIDE_RECURRENT)
+def test_attention_layers_beside_recurrent_ones_are_the_librarys(family: str, made: Any) -> None:
+    model = made(family, "int8")
+    # Layers of Nemotron-H have one part each; LFM2-MoE's router computes in bfloat16.
+    alone, without_mlp = family == "nemotron_h", family in ("nemotron_h", "lfm2_moe")
+    forwards = [vars(layer).get("forward") for layer in model.model.layers]
+    found = [isinstance(one, FusedLayer) and (without_mlp or one.mlp is not None) for one in forwards]
+    assert found == ([False, True, False] if alone else [False, True]) * 2
+    mlps = [part for part in model.modules() if type(part).__name__.endswith(("MLP", "MoE", "MoeBlock"))]
+    replaced = [isinstance(vars(one).get("forward"), FusedMlp) for one in mlps]
+    assert sum(replaced) == 2 if family == "lfm2_moe" else replaced and all(replaced)
+    other, mask = by_modules(model), torch.ones_like(IDS)
+    mask[0, :9] = 0
+    assert torch.equal(logits(model, attention_mask=mask)[:, 9:], logits(other, attention_mask=mask)[:, 9:])
+    assert torch.cosine_similarity(logits(model), logits(plain(model)), dim=-1).median() > 0.99
+    whole = logits(model, IDS[:1, :45], cache=KeepCache(model, "full"))
+    for parts in ((1,) * 45, (2, 1, 30, 1, 11)):
+        cache = KeepCache(model, "full")
+        assert all(report.same_bits for report in cache.describe())
+        found = [logits(model, ids, cache=cache) for ids in IDS[:1, :45].split(parts, 1)]
+        assert torch.equal(torch.cat(found, 1), whole)
+
+
+@pytest.mark.parametrize("gate", ["gelu", "relu"])
+def test_a_layer_whose_mlp_is_not_the_librarys_ends_before_it(gate: str, tmp_path: Path) -> None:
     config = hf.LlamaConfig(**COMMON | {"hidden_act": gate, "intermediate_size": 64}, head_dim=16)
     model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
-    assert [layer.gate for layer in fused(model)] == ([] if number is None else [number] * 4)
+    assert [layer.mlp for layer in fused(model)] == [None] * 4
+    assert len(fused(model)[0].all.tables) == 4
+    assert torch.equal(logits(model), logits(by_modules(model)))
 
 
 def test_layers_whose_attention_has_sinks_are_not_one_call(made: Any) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from kvkeep import KeepCache
 from kvkeep.models.loading import load
 from kvkeep.models.packed import PackedLinear
-from kvkeep.models.routers import LibraryRouter, Routed, RouterWeight
+from kvkeep.models.routers import LibraryRouter, RouterWeight
 from kvkeep.native.structures import SIGMOID, SOFTMAX
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -57,8 +57,6 @@ ROUTERS = {
     "granitemoe": "GraniteMoeTopKRouter", "minimax_m2": "MiniMaxM2TopKRouter", "mixtral": "MixtralTopKRouter",
     "nemotron_h": "NemotronHTopkRouter", "olmoe": "OlmoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter",
 }  # fmt: skip
-BY_TORCH = {"deepseek_v2": type(None), "deepseek_v3": Routed}
-"""Families whose routers choose among groups of experts, and what replaces their forward."""
 
 
 def dense(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -74,7 +72,7 @@ def test_a_router_sends_a_row_to_the_same_experts_beside_many_others(family: str
     name, router = next(pair for pair in model.named_modules() if type(pair[1]).__name__ == ROUTERS[family])
     forward = vars(router).get("forward")
     assert isinstance(router.weight, RouterWeight)
-    assert type(forward) is BY_TORCH.get(family, LibraryRouter)
+    assert type(forward) is LibraryRouter
     single = ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")
     kept = torch.bfloat16 if family in single else torch.float32
     assert router.weight.dtype == kept and torch.equal(router.weight, plain.get_submodule(name).weight.to(kept))
@@ -104,7 +102,7 @@ def test_a_router_chooses_the_greatest_scores_and_of_equal_ones_the_first(kind: 
     module = SimpleNamespace(weight=made, routed_scaling_factor=2.5)
     like = torch.empty(0), torch.empty(0), torch.empty(0, 6, dtype=torch.int64)
     for normalised, choice in product((False, True), (None, biases)):
-        router = LibraryRouter(module, scores, normalised, like)
+        router = LibraryRouter(module, scores, normalised, 0, like)
         logits, weights, chosen = router(x) if choice is None else router(x, choice)
         assert torch.equal(logits, functional.linear(x.to(kind), made).float())
         wanted = logits.double().softmax(-1) if scores == SOFTMAX else logits.double().sigmoid()
@@ -129,6 +127,7 @@ def test_a_mixture_in_one_call_has_the_bits_of_its_router_and_experts(
     angles = model.model.rotary_emb(x, torch.arange(40)[None])
     found = layer(x, attention_mask=mask, position_embeddings=angles)
     layer.forward.change(layer.forward.rotation, None)
+    del layer.block_sparse_moe.forward
     assert torch.equal(layer(x, attention_mask=mask, position_embeddings=angles), found)
 
 

@@ -315,6 +315,7 @@ struct Layer {
   Matrix qkv, out, gate, up, down;
   Array<bf16> bias;
   Array<float> norms;
+  KvMlp mlp{};
   KvLayer layer{};
   // rotation: of half of each head, and norms of all heads; KV_HALVES: of all of it.
   Layer(int64_t kind, uint64_t seed, bool sandwiched, int64_t rotation = KV_HALVES)
@@ -325,8 +326,9 @@ struct Layer {
     fill(bias, seed + 50, 200);
     Random random{seed + 60};
     for (size_t i = 0; i < norms.size; i++) norms[i] = 1.0f + random.number(512);
-    layer.qkv[0] = qkv.matrix; layer.out = out.matrix; layer.gates[0] = gate.matrix; layer.gates[1] = up.matrix;
-    layer.down = down.matrix; layer.qkv_bias[0] = numbers(bias);
+    layer.qkv[0] = qkv.matrix; layer.out = out.matrix; layer.qkv_bias[0] = numbers(bias); layer.mlp = &mlp;
+    mlp.gates[0] = gate.matrix; mlp.gates[1] = up.matrix; mlp.down = down.matrix;
+    mlp.hidden = HIDDEN; mlp.inner = INNER; mlp.gated = 1; mlp.activation = sandwiched;
     if (!sandwiched) layer.out_bias = numbers(bias.data, HIDDEN);
     auto norm = [&](int64_t first, int64_t width) { return numbers(norms.data + first, width); };
     layer.input_norm = norm(0, HIDDEN); layer.pre_mlp_norm = norm(HIDDEN, HIDDEN);
@@ -334,8 +336,8 @@ struct Layer {
       layer.post_attention_norm = norm(2 * HIDDEN, HIDDEN); layer.post_mlp_norm = norm(3 * HIDDEN, HIDDEN);
       layer.query_norm = norm(4 * HIDDEN, DIM); layer.key_norm = norm(4 * HIDDEN + DIM, DIM);
     }
-    layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM; layer.intermediate = INNER;
-    layer.activation = sandwiched; layer.eps = 1e-5f; layer.rotated = DIM; layer.residual_scale = 1;
+    layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM;
+    layer.eps = 1e-5f; layer.rotated = DIM; layer.residual_scale = 1;
     if (rotation == KV_HALVES) return;
     layer.rotated = DIM / 2; layer.rotation = rotation; layer.residual_scale = 0.3f;
     layer.rotates_first = rotation == KV_EXACT_PAIRS;
@@ -369,7 +371,7 @@ void hash_layer() {
         fill(x, n, 41);
         fill_angles(cos, sin, n, turned / 2);
         done(kvkeep_before_attention(&one.layer, numbers(x), 2, numbers(cos), numbers(sin), numbers(query),
-                                     numbers(key), numbers(value)));
+                                     numbers(key), numbers(value), NOTHING));
         hash.add(query);
         hash.add(key);
         hash.add(value);
@@ -380,7 +382,7 @@ void hash_layer() {
         Array<bf16> attention(rows * Layer::HEADS * D), residual(rows * Layer::HIDDEN), y(rows * Layer::HIDDEN);
         fill(attention, rows, 43);
         fill(residual, rows + 1, 39);
-        done(kvkeep_after_attention(&one.layer, numbers(attention), numbers(residual), numbers(y)));
+        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, numbers(residual), numbers(y)));
         hash.add(y);
       }
     });
@@ -389,7 +391,7 @@ void hash_layer() {
         Array<bf16> attention(rows * Layer::HEADS * D), x(rows * Layer::HIDDEN), normed(rows * Layer::HIDDEN);
         fill(attention, rows, 43);
         fill(x, rows + 1, 39);
-        done(kvkeep_before_mlp(&one.layer, numbers(attention), numbers(x), numbers(x), numbers(normed)));
+        done(kvkeep_before_mlp(&one.layer, numbers(attention), NOTHING, numbers(x), numbers(x), numbers(normed)));
         hash.add(x);
         hash.add(normed);
       }
@@ -517,7 +519,8 @@ struct Sketch {
 
 KvAttention attention_of(const Array<bf16>& query, int64_t queries, const std::vector<KvPiece>& pieces, int64_t past) {
   KvAttention a{};
-  a.query = numbers(query); a.pieces = pieces.data(); a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
+  a.query = numbers(query); a.pieces = const_cast<KvPiece*>(pieces.data());
+  a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
   a.dim = a.value_dim = DIM; a.piece_count = int64_t(pieces.size()); a.causal_offset = past; a.scaling = 0.125f;
   for (const KvPiece& piece : pieces) a.entries += piece.entries;
   return a;
@@ -527,7 +530,8 @@ KvAttention attention_of(const Array<bf16>& query, int64_t queries, const std::v
 void attend_rows(const Array<bf16>& query, const KvPiece& piece, int64_t queries, Array<bf16>& out, Array<float>& lse,
                  Array<float>* received, int reduce_max) {
   KvAttention a{};
-  a.query = numbers(query); a.pieces = &piece; a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
+  a.query = numbers(query); a.pieces = const_cast<KvPiece*>(&piece);
+  a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
   a.dim = piece.keys.rows.width; a.value_dim = piece.values.rows.width; a.piece_count = 1; a.entries = piece.entries;
   a.causal_offset = piece.entries - queries; a.scaling = 0.125f;
   done(kvkeep_attend(&a, numbers(out), numbers(lse), NOTHING, 0));
@@ -555,6 +559,15 @@ void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queri
   }
 }
 
+void add_mlp(Hash& hash, const KvMlp& mlp) {
+  for (int64_t rows : {1, 7, 40}) {
+    Array<bf16> x(rows * mlp.hidden);
+    fill(x, rows, 41);
+    done(kvkeep_mlp(&mlp, numbers(x), numbers(x)));
+    hash.add(x);
+  }
+}
+
 void hash_mixture() {
   const int64_t COUNT = 24, INNER = 64, K = 4, HIDDEN = Layer::HIDDEN;
   Matrix gates(KV_Q4_0, HIDDEN, COUNT * 2 * INNER, 170), down(KV_Q8_0, INNER, COUNT * HIDDEN, 171);
@@ -571,6 +584,7 @@ void hash_mixture() {
     KvRouter router{};
     router.weight = weight.matrix; router.scores = form ? KV_SIGMOID : KV_SOFTMAX; router.k = K;
     router.normalised = router.rounded = form; router.scale = form ? 2.5f : 1.0f;
+    router.groups = router.taken_groups = router.group_scores = 1;
     if (form) router.choice_bias = numbers(choice);
     else router.bias = numbers(bias);
     const std::string name = form ? " by sigmoid" : "";
@@ -587,18 +601,49 @@ void hash_mixture() {
       }
     });
     Layer one(KV_Q4_0, 176, form);
-    one.layer.intermediate = 0; one.layer.gates[0] = one.layer.gates[1] = one.layer.down = KvMatrix{};
-    one.layer.router = &router; one.layer.experts = &experts;
+    const KvMlp beside = one.mlp;
+    one.mlp = KvMlp{};
+    one.mlp.hidden = HIDDEN; one.mlp.router = &router; one.mlp.experts = &experts;
     print("mixture" + name, [&](Hash& hash) {
       for (int64_t rows : {1, 7, 40}) {
         Array<bf16> attention(rows * Layer::HEADS * Layer::DIM), x(rows * HIDDEN);
         fill(attention, rows, 43);
         fill(x, rows + 1, 39);
-        done(kvkeep_after_attention(&one.layer, numbers(attention), numbers(x), numbers(x)));
+        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, numbers(x), numbers(x)));
         hash.add(x);
       }
     });
+    Matrix share(form ? KV_F32 : KV_Q8_0, HIDDEN, 1, 177);
+    one.mlp = beside;
+    one.mlp.router = &router; one.mlp.experts = &experts; one.mlp.share = share.matrix;
+    router.groups = COUNT / 2; router.taken_groups = K; router.group_scores = 1 + form;
+    print("mixture of groups" + name, [&](Hash& hash) { add_mlp(hash, one.mlp); });
   }
+}
+
+void hash_mlp() {
+  Layer one(KV_Q6_K, 180, false);
+  one.mlp.gates_bias[0] = numbers(one.bias.data, Layer::INNER);
+  one.mlp.down_bias = numbers(one.bias.data, Layer::HIDDEN);
+  print("MLP", [&](Hash& hash) { add_mlp(hash, one.mlp); });
+  one.mlp.gated = 0; one.mlp.gates[1] = KvMatrix{}; one.mlp.activation = KV_RELU2;
+  print("MLP without gates", [&](Hash& hash) { add_mlp(hash, one.mlp); });
+  Matrix qkv(KV_Q4_0, Layer::HIDDEN, 2 * (Layer::HEADS + Layer::KV_HEADS) * Layer::DIM, 181);
+  one.layer.qkv[0] = qkv.matrix; one.layer.qkv_bias[0] = NOTHING; one.layer.gated = 1; one.layer.rotated = 0;
+  print("layer with gates", [&](Hash& hash) {
+    const int64_t queries = Layer::HEADS * Layer::DIM, keys = Layer::KV_HEADS * Layer::DIM;
+    for (int64_t rows : {1, 7, 40}) {
+      Array<bf16> x(rows * Layer::HIDDEN), query(rows * queries), key(rows * keys), value(rows * keys);
+      Array<bf16> gate(rows * queries), attention(rows * queries);
+      fill(x, rows, 41);
+      fill(attention, rows, 43);
+      done(kvkeep_before_attention(&one.layer, numbers(x), 1, NOTHING, NOTHING, numbers(query), numbers(key),
+                                   numbers(value), numbers(gate)));
+      for (const Array<bf16>* part : {&query, &key, &value, &gate}) hash.add(*part);
+      done(kvkeep_after_attention(&one.layer, numbers(attention), numbers(gate), numbers(x), numbers(x)));
+      hash.add(x);
+    }
+  });
 }
 
 void hash_attention() {
@@ -824,6 +869,7 @@ int main(int count, char** arguments) {
   hash_layer();
   hash_experts();
   hash_mixture();
+  hash_mlp();
   hash_attention();
   hash_sessions();
   return 0;

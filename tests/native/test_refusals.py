@@ -30,6 +30,7 @@ from kvkeep.native.structures import (
     KvLayer,
     KvMamba2,
     KvMatrix,
+    KvMlp,
     KvPiece,
     KvRouter,
     KvRows,
@@ -507,20 +508,20 @@ class Layer:
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
+        self.mlp = KvMlp(down=self.matrix(96, 64), hidden=self.HIDDEN, inner=96, gated=1)
+        self.mlp.gates[0] = self.matrix(64, 192)
         self.struct = KvLayer(
-            hidden=self.HIDDEN, heads=HEADS, kv_heads=LANES, dim=DIM, rotated=DIM, intermediate=96, activation=0,
-            residual_scale=1, eps=1e-5,
+            out=self.matrix(HEADS * DIM, 64), mlp=address_of(self.mlp), hidden=self.HIDDEN, heads=HEADS, kv_heads=LANES,
+            dim=DIM, rotated=DIM, residual_scale=1, eps=1e-5,
         )  # fmt: skip
-        for name, shape in {"out": (HEADS * DIM, 64), "down": (96, 64)}.items():
-            setattr(self.struct, name, self.matrix(*shape))
-        self.struct.qkv[0], self.struct.gates[0] = self.matrix(64, self.WIDTH), self.matrix(64, 192)
+        self.struct.qkv[0] = self.matrix(64, self.WIDTH)
         self.struct.input_norm = self.struct.pre_mlp_norm = array(self.keep(torch.ones(64)))
         self.x, self.cos, self.sin = bfloat16(2, 64), bfloat16(2, DIM), bfloat16(2, DIM)
         self.numbers, self.batch = Numbers(), 1
         self.query = self.numbers("query", bfloat16(HEADS, 2, DIM))
         self.key, self.value = (self.numbers(name, bfloat16(LANES, 2, DIM)) for name in ("key", "value"))
         self.attended, self.y = bfloat16(2, HEADS * DIM), self.numbers("y", bfloat16(2, 64))
-        self.normed = self.numbers("normed", bfloat16(2, 64))
+        self.normed, self.gate = self.numbers("normed", bfloat16(2, 64)), None
 
     def keep(self, one: Any) -> Any:
         self.kept.append(one)
@@ -531,14 +532,14 @@ class Layer:
 
     def enter(self) -> None:
         kernels().kvkeep_before_attention(
-            address_of(self.struct), self.x, self.batch, self.cos, self.sin, self.query, self.key, self.value
+            address_of(self.struct), self.x, self.batch, self.cos, self.sin, self.query, self.key, self.value, self.gate
         )
 
     def leave(self) -> None:
-        kernels().kvkeep_after_attention(address_of(self.struct), self.attended, self.x, self.y)
+        kernels().kvkeep_after_attention(address_of(self.struct), self.attended, self.gate, self.x, self.y)
 
     def reach_mlp(self) -> None:
-        kernels().kvkeep_before_mlp(address_of(self.struct), self.attended, self.x, self.y, self.normed)
+        kernels().kvkeep_before_mlp(address_of(self.struct), self.attended, self.gate, self.x, self.y, self.normed)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +548,9 @@ class Layer:
         ("struct.heads", HEADS + 1),
         ("struct.kv_heads", 0),
         ("struct.dim", DIM - 1),
-        ("struct.intermediate", 95),
+        ("struct.gated", 1),
+        ("struct.gated", 2),
+        ("mlp.hidden", 32),
         ("struct.hidden", 32),
         ("struct.input_norm", short(torch.ones(64))),
         ("struct.query_norm", short(torch.ones(DIM))),
@@ -556,7 +559,6 @@ class Layer:
         ("struct.rotated", DIM - 1),
         ("struct.rotation", 3),
         ("struct.out_bias", short(bfloat16(64))),
-        ("struct.down.inputs", 64),
         ("struct.out.panels", None),
         ("x", bfloat16(127)),
         ("batch", 3),
@@ -575,7 +577,7 @@ def test_a_layer_that_does_not_fit_is_refused(name: str, value: Any) -> None:
     call.reach_mlp()
     call = Layer()
     put(name, value)(call)
-    of_struct, leaving = name.startswith("struct"), name in ("attended", "y")
+    of_struct, leaving = "." in name, name in ("attended", "y")
     calls = [call.enter] if not leaving and name != "normed" else []
     calls += [call.leave] if of_struct or leaving else []
     calls += [call.reach_mlp] if of_struct or leaving or name == "normed" else []
@@ -587,15 +589,71 @@ def test_a_layer_that_does_not_fit_is_refused(name: str, value: Any) -> None:
 
 def test_a_layer_without_its_mlp_ends_before_it() -> None:
     call = Layer()
-    call.struct.intermediate, call.struct.gates[0], call.struct.down = 0, KvMatrix(), KvMatrix()
+    call.struct.mlp = None
     call.enter()
     call.reach_mlp()
     with pytest.raises(BadCall, match="must have its MLP"):
         call.leave()
+    assert not call.numbers.unchanged()
+
+
+def test_a_layer_with_gates_needs_a_place_for_them() -> None:
     call = Layer()
-    call.struct.gates[0] = KvMatrix()
-    with pytest.raises(BadCall, match="must have its widths"):
-        call.reach_mlp()
+    call.struct.gated, call.struct.qkv[0] = 1, call.matrix(64, call.WIDTH + HEADS * DIM)
+    for gate in (None, bfloat16(2, HEADS * DIM - 1), torch.ones(2, HEADS * DIM)):
+        call.gate = gate
+        for refused in (call.enter, call.leave, call.reach_mlp):
+            with pytest.raises(BadCall, match="gates must be bfloat16"):
+                refused()
+    call.struct.query_norm = array(call.keep(torch.ones(HEADS * DIM)))  # of queries that lie apart
+    with pytest.raises(BadCall, match="norms of queries and keys"):
+        call.enter()
+    assert call.numbers.unchanged()
+    call.struct.query_norm, call.gate = array(None), bfloat16(2, HEADS * DIM)
+    call.enter()
+    call.leave()
+    assert not call.numbers.unchanged()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("mlp.hidden", 0, "a multiple of 16"),
+        ("mlp.inner", 95, "a multiple of 16"),
+        ("mlp.gated", 2, "a multiple of 16"),
+        ("mlp.activation", 3, "an activation that the library has"),
+        ("mlp.inner", 0, "or a router and experts"),
+        ("mlp.gated", 0, "must have its widths"),
+        ("mlp.down.inputs", 64, "must have its widths"),
+        ("mlp.down_bias", short(bfloat16(64)), "biases must be bfloat16"),
+        ("mlp.down_bias", torch.ones(64), "biases must be bfloat16"),
+        ("x", bfloat16(2, 63), "rows of its width"),
+        ("x", torch.ones(2, 64), "rows of its width"),
+        ("y", bfloat16(1, 64), "rows of its width"),
+    ],
+)
+def test_an_mlp_that_does_not_fit_is_refused(name: str, value: Any, rule: str) -> None:
+    call = Layer()
+    put(name, value)(call)
+    with pytest.raises(BadCall, match=rule):
+        kernels().kvkeep_mlp(address_of(call.mlp), call.x, call.y)
+    assert call.numbers.unchanged()
+    call = Layer()
+    kernels().kvkeep_mlp(address_of(call.mlp), call.x, call.y)
+    assert not call.numbers.unchanged()
+
+
+def test_what_lies_beside_the_matrices_of_an_mlp_is_checked() -> None:
+    call = Layer()
+    call.mlp.gates_bias[0] = array(short(bfloat16(192)))
+    with pytest.raises(BadCall, match="biases must be bfloat16"):
+        kernels().kvkeep_mlp(address_of(call.mlp), call.x, call.y)
+    call.mlp.gates_bias[0] = array(None)
+    for outputs, inputs in ((2, 64), (1, 32)):
+        call.mlp.share = call.matrix(inputs, outputs)
+        with pytest.raises(BadCall, match="must have its widths"):
+            kernels().kvkeep_mlp(address_of(call.mlp), call.x, call.y)
+    assert call.numbers.unchanged()
 
 
 def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
@@ -619,7 +677,7 @@ def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
     with pytest.raises(BadCall, match="cosines"):
         run(Layer(), Step(), cos=bfloat16(1, HALF))
     layer = Layer()
-    layer.struct.intermediate, layer.struct.gates[0], layer.struct.down = 0, KvMatrix(), KvMatrix()
+    layer.struct.mlp = None
     run(layer, Step(), normed=layer.normed[:1])
     for normed, rule in ((None, "must have its MLP"), (layer.normed[:1, :63].contiguous(), "enters an MLP")):
         with pytest.raises(BadCall, match=rule):
@@ -835,7 +893,7 @@ class Router:
     def __init__(self) -> None:
         self.numbers = Numbers()
         weight, self.panels = matrix(self.HIDDEN, self.COUNT)
-        self.struct = KvRouter(weight=weight, k=self.K, scale=1.0)
+        self.struct = KvRouter(weight=weight, k=self.K, groups=1, taken_groups=1, group_scores=1, scale=1.0)
         self.struct.bias = array(self.numbers("bias", bfloat16(self.COUNT)))
         self.struct.choice_bias = array(self.numbers("choice_bias", torch.ones(self.COUNT)))
         self.x = self.numbers("x", bfloat16(self.ROWS, self.HIDDEN))
@@ -857,6 +915,10 @@ class Router:
         ("struct.k", 0, "experts that exist"),
         ("struct.k", 6, "experts that exist"),
         ("struct.scores", 2, "experts that exist"),
+        ("struct.groups", 0, "groups of experts"),
+        ("struct.groups", 2, "groups of experts"),
+        ("struct.taken_groups", 2, "groups of experts"),
+        ("struct.group_scores", 3, "groups of experts"),
         ("x", bfloat16(3, 31), "bfloat16 rows of its width"),
         ("logits", torch.ones(3, 4), "a router must write"),
         ("weights", torch.ones(5), "a router must write"),
@@ -872,18 +934,24 @@ def test_a_router_that_does_not_fit_is_refused(name: str, value: Any, rule: str)
     Router().run()
 
 
-def test_a_layer_has_an_mlp_or_a_router_and_experts_of_its_width() -> None:
+def test_groups_that_are_taken_have_enough_experts() -> None:
+    call = Router()
+    call.struct.groups, call.struct.taken_groups = 5, 1
+    with pytest.raises(BadCall, match="enough experts"):
+        call.run()
+    call.struct.k, call.struct.group_scores = 1, 2  # a group of one has no second score
+    with pytest.raises(BadCall, match="groups of experts"):
+        call.run()
+    assert call.numbers.unchanged()
+
+
+def test_an_mlp_has_a_router_with_experts_of_its_width() -> None:
     call, router, experts = Layer(), Router(), Experts()
-    call.struct.intermediate, call.struct.gates[0], call.struct.down = 0, KvMatrix(), KvMatrix()
-    call.struct.router = address_of(router.struct)
+    call.mlp.router = address_of(router.struct)
     with pytest.raises(BadCall, match="a router and experts"):
         call.leave()
-    call.struct.experts = address_of(experts.struct)
+    call.mlp.experts = address_of(experts.struct)
     with pytest.raises(BadCall, match="must have its width"):
-        call.leave()
-    call = Layer()
-    call.struct.router, call.struct.experts = address_of(router.struct), address_of(experts.struct)
-    with pytest.raises(BadCall, match="a router and experts"):
         call.leave()
     assert call.numbers.unchanged()
 

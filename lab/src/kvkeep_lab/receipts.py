@@ -163,7 +163,7 @@ def library_computes(model: Any) -> bool:
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
     fused = [vars(layer).get("forward") for layer in layers_of(decoder_of(model))]
-    layers = [one for one in fused if isinstance(one, FusedLayer) and not one.ends]
+    layers = [one for one in fused if isinstance(one, FusedLayer) and one.mlp is not None]
     if len(layers) < len(fused):
         return False
     widths = {one.rotation.channels for one in layers} - {0}  # some layers rotate nothing

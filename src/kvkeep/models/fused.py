@@ -2,7 +2,7 @@
 
 A step of a small model is mostly the overhead of some forty operations per layer. For layers laid out like Llama's, or
 in the other ways of layer_parts.py, with packed weights, the kernels compute everything between residual and attention.
-A mixture of experts with more than a router and experts remains a module, between the kernels' norm and the next layer.
+An MLP that the library does not run (mlps.py) remains a module, between the kernels' norm and the next layer.
 Kernels use the same chains as the modules (native/layer.h), so keys and values rebuilt by a module have the same bits.
 As in the adapter, nothing is assumed of a family: each layer is first compared with its modules on random residuals. A
 layer that differs, or whose modules are hooked, runs as in transformers.
@@ -11,55 +11,32 @@ layer that differs, or whose modules are hooked, runs as in transformers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import trial
 from kvkeep.models.forward import current_attender
 from kvkeep.models.layer_parts import parts_of
-from kvkeep.models.norms import FusedNorm, Weights, fuse_norm, ours
-from kvkeep.models.packed import Packed, PackedLinear, WithPointers
+from kvkeep.models.mlps import Mlp, joined, replace_mlps
+from kvkeep.models.norms import FusedNorm, fuse_norm, ours
+from kvkeep.models.packed import PackedLinear, WithPointers
 from kvkeep.models.recurrences import replace_recurrence
 from kvkeep.models.rotary import Rotation, replace_rotary, rotations_of
-from kvkeep.models.routers import LibraryRouter, replace_routers
+from kvkeep.models.routers import replace_routers
+from kvkeep.models.unchanged import Unchanged
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
-from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, SILU, KvLayer, KvMatrix, address_of, array
+from kvkeep.native.structures import KvLayer, address_of, array
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import Planned, Writes
 from kvkeep.step.sinks import sinks_of
-
-_GATES: dict[int, Callable[[Tensor], Tensor]] = {
-    SILU: functional.silu, GELU_TANH: lambda x: functional.gelu(x, approximate="tanh")
-}  # fmt: skip
-"""Activations by their numbers in the library."""
-
-
-class Unchanged:
-    """What fused layers assume: they have the modules and weights that they had, and none of these modules has a
-    hook, which only a call of the module would run."""
-
-    def __init__(self, layers: Sequence[FusedLayer]) -> None:
-        inner = [part for one in layers for part in one.layer.modules() if part is not one.layer]
-        self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        # Adapters replace modules.
-        self._holders = [part._modules for one in layers for part in (one.layer, one.attention, one.parts.mlp)]
-        self._before = self._modules()
-        self._weights = Weights([norm for one in layers for norm in one.norms])
-
-    def _modules(self) -> list[Any]:
-        return [*chain.from_iterable([modules.values() for modules in self._holders])]
-
-    def __call__(self) -> bool:
-        """Return whether all of this is so."""
-        return not any(self._hooks) and self._modules() == self._before and self._weights.hold()
 
 
 class FusedLayer(WithPointers):
@@ -69,38 +46,41 @@ class FusedLayer(WithPointers):
 
     def __init__(self, layer: Any) -> None:
         """Raise AttributeError or TypeError if the layer has another layout."""
-        self.layer, self.attention, self.parts = layer, layer.self_attn, parts_of(layer)
-        parts, self.dim = self.parts, self.attention.head_dim
-        self.mixture = not parts.gates
-        """Whether its MLP is a mixture of experts."""
-        self.router = parts.router
-        """The router of a mixture that the library runs; None: modules run the mixture, or it is none."""
-        self.heads, self.hidden = parts.out.in_features // self.dim, parts.qkv[0].in_features
-        self.inner = sum(one.out_features for one in parts.gates) // 2
-        self.kv_heads = (sum(one.out_features for one in parts.qkv) // self.dim - self.heads) // 2
-        query, key, hidden, inner = self.heads * self.dim, self.kv_heads * self.dim, self.hidden, self.inner
-        shapes = [(one.out_features, one.in_features) for one in parts.matrices]
-        wanted = [*_side_by_side(parts.qkv, (query, key, key), hidden), (hidden, query)]
-        wanted += [*_side_by_side(parts.gates, (inner, inner), hidden), *[(hidden, inner)] * len(parts.down)]
-        if shapes != wanted:
+        self.layer, self.parts = layer, parts_of(layer)
+        parts, self.attention = self.parts, self.parts.attention
+        self.dim = self.attention.head_dim
+        self.mlp = parts.mlp
+        """Its MLP or mixture; None: modules run it, or it has none."""
+        self.hidden, query = parts.qkv[0].in_features, parts.out.in_features
+        self.heads = query // self.dim
+        self.gated = len(parts.qkv) == 3 and parts.qkv[0].out_features == 2 * query
+        """Whether the projection of each head's queries is followed by gates of its output (Qwen3-Next)."""
+        rest = sum(one.out_features for one in parts.qkv) // self.dim - (1 + self.gated) * self.heads
+        self.kv_heads = rest // 2
+        query, key = (1 + self.gated) * self.heads * self.dim, self.kv_heads * self.dim
+        outputs = [query, key, key] if len(parts.qkv) == 3 else [query + 2 * key]
+        matrices = [*parts.qkv, parts.out]
+        shapes = [(one.out_features, one.in_features) for one in matrices]
+        if shapes != [*((one, self.hidden) for one in outputs), (self.hidden, self.heads * self.dim)]:
             raise TypeError("its matrices do not have the shapes of Llama's")
-        native = all(type(one) is PackedLinear and one.native for one in parts.matrices)
-        if self.inner % 16 or self.dim % 2 or not native:
-            raise TypeError("its matrices are not the library's, or its widths not multiples of 16")
-        if any(one.bias is not None for one in (*parts.gates, *parts.down)):
-            raise TypeError("its MLP has biases")
-        self.gate = 0 if self.mixture else _gate(parts.activation)
+        if self.dim % 2 or any(type(one) is not PackedLinear or not one.plain for one in matrices):
+            raise TypeError("its matrices are not the library's, or its heads have an odd width")
         fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in parts.norms.items()}
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
             raise TypeError("a norm differs from RMSNorm")
-        for norm, heads in ((fused["query_norm"], self.heads), (fused["key_norm"], self.kv_heads)):
+        for norm, heads in ((fused["query_norm"], 1 if self.gated else self.heads), (fused["key_norm"], self.kv_heads)):
             if norm is not None and norm.weight.numel() not in (self.dim, heads * self.dim):
                 raise TypeError("its queries and keys have norms of another width")
         if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
             raise TypeError("norms differ in their epsilon")
         self._weights, self.norms = fused, [norm for norm in fused.values() if norm is not None]
-        self.unchanged = Unchanged([self])
-        self._parts = [_joined(parts.qkv), [parts.out], _joined(parts.gates), parts.down]
+        self.unchanged = Unchanged([layer], self.norms)
+        self._qkv = joined(parts.qkv)
+        scaling = getattr(self.attention.config, "rope_parameters", None) or {}
+        self.beta = float(scaling.get("llama_4_scaling_beta") or 0.0)
+        """By how much queries grow with the logarithm of their position (Ministral 3)."""
+        self.scaled_from = int(scaling.get("original_max_position_embeddings") or 0)
+        """The first position whose query grows."""
         self.rotation = Rotation(0, 0)
         """How queries and keys are rotated (:meth:`change`)."""
         self.window: int | None = None
@@ -110,12 +90,11 @@ class FusedLayer(WithPointers):
     @functools.cached_property
     def struct(self) -> KvLayer:
         """The layer as a struct for the kernels. Its tensors must outlive it."""
-        qkv, (out,), gates, downs = self._parts
+        qkv, out = self._qkv, self.parts.out
         struct = KvLayer(
             qkv=tuple(part.struct for part in qkv),
+            gated=self.gated,
             out=out.struct,
-            gates=tuple(part.struct for part in gates),
-            down=downs[0].struct if downs else KvMatrix(),
             qkv_bias=tuple(array(part.bias) for part in qkv),
             out_bias=array(out.bias),
             hidden=self.hidden,
@@ -125,19 +104,17 @@ class FusedLayer(WithPointers):
             rotated=self.rotation.channels,
             rotation=self.rotation.kind,
             rotates_first=self.parts.rotates_first,
-            intermediate=self.inner,
-            activation=self.gate,
             residual_scale=self.parts.residual_scale,
         )
-        mixture = [] if self.router is None else [self.router.struct, self.parts.mlp.experts.struct]
-        if mixture:
-            struct.router, struct.experts = map(address_of, mixture)
+        mlp = None if self.mlp is None else self.mlp.struct
+        if mlp is not None:
+            struct.mlp = address_of(mlp)
         for name, norm in self._weights.items():
             setattr(struct, name, array(None if norm is None else norm.weight))
             if norm is not None:
                 struct.eps = norm.eps
         # Keeps the buffers alive as long as the pointers, even if the modules move.
-        struct.kept = [*mixture, *(buffer for parts in self._parts for part in parts for buffer in part.buffers())]
+        struct.kept = [mlp, *(buffer for part in (*qkv, out) for buffer in part.buffers())]
         return struct
 
     @functools.cached_property
@@ -145,14 +122,9 @@ class FusedLayer(WithPointers):
         """The address of :attr:`struct`."""
         return address_of(self.struct)
 
-    @property
-    def ends(self) -> bool:
-        """Whether the library runs it only up to its MLP."""
-        return self.mixture and self.router is None
-
-    def change(self, rotation: Rotation, router: LibraryRouter | None) -> None:
-        """Set how queries and keys are rotated, and :attr:`router`."""
-        self.rotation, self.router = rotation, router
+    def change(self, rotation: Rotation, mlp: Mlp | None) -> None:
+        """Set how queries and keys are rotated, and :attr:`mlp`."""
+        self.rotation, self.mlp = rotation, mlp
         for name in self.pointers:
             self.__dict__.pop(name, None)
 
@@ -177,8 +149,7 @@ class FusedLayer(WithPointers):
         if (
             args
             or interface is None
-            or position_embeddings is None
-            or position_embeddings[0].shape[-1] != self.rotation.angles
+            or (0 if position_embeddings is None else position_embeddings[0].shape[-1]) != self.rotation.angles
             or not ours(hidden_states)
             or kwargs.get("output_attentions")
             or not self.unchanged()
@@ -186,15 +157,19 @@ class FusedLayer(WithPointers):
             given: dict[str, Any] = {"attention_mask": attention_mask, "cache": cache}
             given |= {"position_embeddings": position_embeddings} | kwargs
             return self.plain(hidden_states, *args, **given)
+        scales = self._scales(kwargs["position_ids"]) if self.beta else None
         if (
             self.all is not None
+            and scales is None
             and hooks is not None
             and (planned := hooks.every_layer())
             and self.all.can_run(planned)
         ):
             hooks.ran_all = True
             return self.all(hidden_states, position_embeddings, planned, hooks.writes)
-        query, key, value, residual = self._enter(hidden_states, position_embeddings)
+        query, key, value, gate, residual = self._enter(hidden_states, position_embeddings)
+        if scales is not None:
+            query *= scales
         if cache is not None:
             key, value = cache.update(key, value, self.attention.layer_idx)
         if self.window is not None:
@@ -204,36 +179,47 @@ class FusedLayer(WithPointers):
         output, _ = interface(
             self.attention, query, key, value, attention_mask, dropout=0.0, scaling=self.attention.scaling, **kwargs
         )
-        return self._leave(output, residual)
+        return self._leave(output, gate, residual)
 
-    def _enter(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scales(self, positions: Tensor) -> Tensor | None:
+        """Return the factors of queries, (batch or 1, 1, tokens, 1) bfloat16; None: all are 1."""
+        if int(positions.max()) < self.scaled_from:
+            return None
+        # torch's logarithms of float32 differ between processors.
+        scales = [1 + self.beta * math.log(1 + max(0, one) // self.scaled_from) for one in positions.flatten().tolist()]
+        return torch.tensor(scales).to(torch.bfloat16).view(len(positions), 1, -1, 1)
+
+    def _enter(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         x = x.contiguous()
         batch, count, _ = x.shape
-        cos, sin = _turns(angles, self.rotation)
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
-        value = torch.empty_like(key)
-        kernels().kvkeep_before_attention(self.address, x, batch, cos, sin, query, key, value)
-        return query, key, value, x
+        value, gate = torch.empty_like(key), torch.empty_like(query) if self.gated else None
+        turns = _turns(angles, self.rotation)
+        kernels().kvkeep_before_attention(self.address, x, batch, *turns, query, key, value, gate)
+        return query, key, value, gate, x
 
-    def _leave(self, output: Tensor, residual: Tensor) -> Tensor:
+    def _leave(self, output: Tensor, gate: Tensor | None, residual: Tensor) -> Tensor:
         result = torch.empty_like(residual)
-        if not self.ends:
-            kernels().kvkeep_after_attention(self.address, output.contiguous(), residual, result)
+        if self.mlp is not None:
+            kernels().kvkeep_after_attention(self.address, output.contiguous(), gate, residual, result)
             return result
         normed = torch.empty_like(residual)
-        kernels().kvkeep_before_mlp(self.address, output.contiguous(), residual, result, normed)
-        return result + self.parts.mixed(normed)
+        kernels().kvkeep_before_mlp(self.address, output.contiguous(), gate, residual, result, normed)
+        return result + self.parts.added(normed) if self.parts.mlps else result
 
 
 class FusedLayers(WithPointers):
     """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer. A call ends at each
-    mixture that modules run."""
+    MLP that modules run."""
 
     pointers = ("tables",)
 
     def __init__(self, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> None:
-        self.layers, self._unchanged, self._modules = layers, Unchanged(layers), modules
+        self.layers, self._modules = layers, modules
+        self._unchanged = Unchanged([one.layer for one in layers], [norm for one in layers for norm in one.norms])
         self._hooks = [one.layer._forward_hooks for one in layers]
         self._hooks_before = [one.layer._forward_pre_hooks for one in layers]
 
@@ -257,7 +243,7 @@ class FusedLayers(WithPointers):
     @functools.cached_property
     def tables(self) -> list[tuple[Any, Any, slice]]:
         """Of each call: the layers' addresses, the scaling of each layer's attention, and which layers these are."""
-        ends = [number for number, one in enumerate(self.layers, 1) if one.ends or number == len(self.layers)]
+        ends = [number for number, one in enumerate(self.layers, 1) if one.mlp is None or number == len(self.layers)]
         return [
             (
                 structures.address_table([one.address for one in self.layers[first:last]]),
@@ -267,16 +253,16 @@ class FusedLayers(WithPointers):
             for first, last in pairwise([0, *ends])
         ]
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], planned: Planned, writes: Writes) -> Tensor:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, planned: Planned, writes: Writes) -> Tensor:
         """Return the output of the last layer. x: (1, tokens, hidden). planned: the steps of the tokens. writes: notes
         which of them have written."""
         x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].rotation)
         for layers, scaling, part in self.tables:
             last = self.layers[part][-1]
-            normed = torch.empty_like(x) if last.ends else None
+            normed = torch.empty_like(x) if last.mlp is None else None
             run_layers(layers, scaling, part, planned, writes, x, *turns, normed)
             if normed is not None:
-                x += last.parts.mixed(normed)
+                x += last.parts.added(normed)
         return x
 
 
@@ -300,8 +286,10 @@ class FusedList(nn.ModuleList):
                 return
 
 
-def _turns(angles: tuple[Tensor, Tensor], rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines in the kernels' layout, (batch, tokens, channels)."""
+def _turns(angles: tuple[Tensor, Tensor] | None, rotation: Rotation) -> tuple[Tensor | None, Tensor | None]:
+    """Return cosines and sines in the kernels' layout, (batch, tokens, channels); None without angles."""
+    if angles is None:
+        return None, None
     cos, sin = angles
     if rotation.halves:
         cos, sin = (torch.cat((part, part), -1) for part in (cos, sin))
@@ -311,7 +299,7 @@ def _turns(angles: tuple[Tensor, Tensor], rotation: Rotation) -> tuple[Tensor, T
 
 
 def fuse(model: Any, layers: Any) -> int:
-    """Replace norms, recurrent modules and ``layers`` of ``model`` by what agrees with them; return the number of
+    """Replace norms, MLPs, recurrent modules and ``layers`` of ``model`` by what agrees with them; return the number of
     replaced layers. Without kernels nothing changes."""
     if library() is None:
         return 0
@@ -321,6 +309,7 @@ def fuse(model: Any, layers: Any) -> int:
         # The order matters: reading the weight of a packed matrix unpacks it.
         if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):
             fuse_norm(module)
+    replace_mlps(model)
     for module in [*model.modules()]:  # with their norms
         replace_recurrence(module)
     done: list[FusedLayer] = []
@@ -341,45 +330,31 @@ def fuse(model: Any, layers: Any) -> int:
 
 
 @torch.no_grad()
-def _gate(function: Any) -> int:
-    """Return the number of an MLP's gate. Raises TypeError if the library lacks it."""
-    x = torch.linspace(-6, 6, 97)
-    for number, gate in _GATES.items():
-        if bool(((function(x) - gate(x)).abs() < 1e-5).all()):  # gelu differs from its tanh approximation by 4e-4
-            return number
-    raise TypeError("its MLP has another gate")
-
-
-@torch.no_grad()
 def _agrees(fused: FusedLayer, rotations: Sequence[Rotation]) -> bool:
-    """Give a fused layer the first rotation, and its router if possible, with which it agrees with its modules on
-    random residuals; return whether there is one. Attention inputs and the sums of a mixture have to agree to the bit,
-    other sums up to rounding. The residuals are two rows at near and far positions (some families scale queries at far
-    ones). They are small, so that bfloat16 preserves the sums."""
+    """Give a fused layer the first rotation, and its MLP if possible, with which it agrees with its modules on random
+    residuals; return whether there is one. Attention's inputs and the layer's output have to agree to the bit: an MLP
+    of the library has been compared with its module (mlps.py). The residuals are two rows at near and far positions
+    (some families scale queries at far ones). They are small, so that bfloat16 preserves the sums."""
     if not fused.unchanged():  # hooked: the comparison would run the same modules twice
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
     by_modules: dict[tuple[int, bool], tuple[Any, ...]] = {}
-    for rotation, router in product(rotations, dict.fromkeys((fused.parts.router, None))):
+    for rotation, mlp in product(rotations, dict.fromkeys((fused.parts.mlp, None))):
         halves = 1 if rotation.halves else 2
         angle = torch.rand(2, 5, rotation.angles // halves, generator=generator.manual_seed(1)).repeat(1, 1, halves) * 6
-        angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
+        angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)) if rotation.angles else None
         given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
         if (known := (rotation.angles, rotation.halves)) not in by_modules:
             by_modules[known] = _watched(fused, functools.partial(fused.plain, x, **given))
         wanted, inputs, options = by_modules[known]
         fused.window = options.get("sliding_window")
-        fused.change(rotation, router)
+        fused.change(rotation, mlp)
         found, *attended = _watched(fused, functools.partial(fused, x, **given))
         if not isinstance(wanted, Tensor) or wanted.shape != found.shape or options != attended[1]:
             return False
-        if not all(map(torch.equal, inputs, attended[0])):
-            continue
-        # All chains of a mixture are those of the modules, and its experts are chosen by their bits.
-        near = 0.0 if fused.mixture else 0.03 * float((wanted.float() - x.float()).abs().max())
-        if bool((wanted.float() - found.float()).abs().max() <= near):
+        if all(map(torch.equal, inputs, attended[0])) and torch.equal(wanted, found):
             return True
     return False
 
@@ -406,34 +381,3 @@ def _watched(fused: FusedLayer, forward: Callable[[], Any]) -> tuple[Any, tuple[
         del ALL_ATTENTION_FUNCTIONS[trial]
     ((inputs, given),) = seen
     return output, inputs, given
-
-
-def _side_by_side(parts: Sequence[Any], outputs: Sequence[int], inputs: int) -> list[tuple[int, int]]:
-    """Return the shapes that matrices have which make ``outputs`` of ``inputs``: each for itself, or one of all."""
-    wanted = outputs if len(parts) == len(outputs) else [sum(outputs)] * len(parts)
-    return [(one, inputs) for one in wanted]
-
-
-def _joined(parts: Sequence[Any]) -> Sequence[Any]:
-    """Return linear layers as one if their codes have the same kind. The layers are then views of it."""
-    if len(parts) < 2:
-        return parts
-    kinds = {(part.kind, part.native, part.bias is None) for part in parts}
-    panels = all(part.out_features % PANEL_OUTPUTS == 0 for part in parts)
-    if not (panels and len(kinds) == 1 and parts[0].native):
-        return parts
-    joined = Packed.__new__(PackedLinear)
-    nn.Module.__init__(joined)
-    joined.in_features, joined.kind, joined.native = parts[0].in_features, parts[0].kind, True
-    joined.out_features = sum(part.out_features for part in parts)
-    for name in ("data", "bias"):
-        tensors = [getattr(part, name) for part in parts]
-        joined.register_buffer(name, None if tensors[0] is None else torch.cat(tensors))
-        start = 0
-        for part, tensor in zip(parts, tensors, strict=True):
-            if tensor is not None:
-                setattr(part, name, getattr(joined, name)[start : start + len(tensor)])
-                start += len(tensor)
-    for part in parts:
-        part.__dict__.pop("struct", None)
-    return [joined]

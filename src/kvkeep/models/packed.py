@@ -193,6 +193,11 @@ class Packed(WithPointers, nn.Module):
         self.register_buffer("data", _packed(matrix) if self.native else matrix.rows.clone())  # of a mapped file
         self.register_buffer("columns", matrix.columns)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the library multiplies with it, and its inputs stay in their order."""
+        return self.native and self.columns is None
+
     @functools.cached_property
     def struct(self) -> KvMatrix:
         """The matrix as a struct for the kernels. Its tensors must outlive it."""

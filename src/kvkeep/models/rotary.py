@@ -92,6 +92,8 @@ def rotations_of(model: Any) -> list[Rotation]:
         elif isinstance(stated := getattr(module, "inv_freq", None), Tensor):
             widths[2 * len(stated)] = 2 * len(stated)
     ways = [(1, HALVES), (1, PAIRS), (1, EXACT_PAIRS), (0, HALVES)]
+    if not widths:
+        return [Rotation(0, 0)]
     return [Rotation(part * width, angles, kind) for part, kind in ways for width, angles in widths.items()]
 
 

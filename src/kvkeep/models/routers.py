@@ -25,6 +25,8 @@ from kvkeep.native.structures import SIGMOID, SOFTMAX, KvRouter, address_of, arr
 
 TRIAL_ROWS = 40
 """Rows for which the library and a router are compared."""
+_WAYS = [*product((SOFTMAX, SIGMOID), (False, True), (1, 2, 0))]
+"""How a router may choose, as :class:`LibraryRouter` takes it."""
 
 
 class RouterWeight(nn.Parameter):
@@ -94,9 +96,11 @@ class Routed:
 class LibraryRouter(WithPointers):
     """The forward of a router by the library."""
 
-    def __init__(self, module: Any, scores: int, normalised: bool, like: Sequence[Tensor]) -> None:
-        """scores: a KvScores. normalised: whether weights are divided by their sum. like: what the module returns."""
-        self.module, self.scores, self.normalised = module, scores, normalised
+    def __init__(self, module: Any, scores: int, normalised: bool, group_scores: int, like: Sequence[Tensor]) -> None:
+        """scores: a KvScores. normalised: whether weights are divided by their sum. group_scores: how many scores make
+        that of a group of experts, of which some are chosen first; 0: experts are chosen from all. like: what the
+        module returns."""
+        self.module, self.scores, self.normalised, self.group_scores = module, scores, normalised, group_scores
         self.matrix: Packed = module.weight.packed
         self.k, self.dtypes = like[2].shape[-1], [one.dtype for one in like]
         self.scale = float(getattr(module, "routed_scaling_factor", 1.0))
@@ -115,6 +119,9 @@ class LibraryRouter(WithPointers):
             choice_bias=array(self.choice_bias),
             scores=self.scores,
             k=self.k,
+            groups=self.module.num_group if self.group_scores else 1,
+            taken_groups=self.module.topk_group if self.group_scores else 1,
+            group_scores=self.group_scores or 1,
             normalised=self.normalised,
             rounded=self.dtypes[1] == torch.bfloat16,
             scale=self.scale,
@@ -167,12 +174,14 @@ def replace_routers(model: Any) -> None:
 def _by_library(module: Any, x: Tensor, biases: Sequence[Tensor], wanted: Sequence[Tensor]) -> LibraryRouter | None:
     """Return a router that chooses what ``module`` does for rows ``x``; None: the library has none. wanted: what the
     module returns."""
-    if (getattr(module, "num_group", None) or 1) > 1:  # few rows may not show that it chooses groups first
-        return None
-    with trial("a router's choice"):
-        for scores, normalised in product((SOFTMAX, SIGMOID), (False, True)):
-            router = LibraryRouter(module, scores, normalised, wanted)
+    groups = (getattr(module, "num_group", None) or 1) > 1
+    for way in _WAYS:
+        with trial("a router's choice"):
+            if way[2] and not groups:
+                continue
+            router = LibraryRouter(module, *way, like=wanted)
             if _same_choice(router(x, *biases), wanted):
+                _WAYS.sort(key=way.__ne__)  # most likely the next router is like it
                 return router
     return None
 

@@ -287,6 +287,10 @@ bool router_fits(const KvRouter& r) {
        "biases of a router must be of each expert, of the type of products, and float32 for the choice");
   RULE(r.scores >= 0 && r.scores <= KV_SIGMOID && r.k > 0 && r.k <= m.outputs,
        "a router must choose experts that exist, in a way that the library has");
+  RULE(r.groups > 0 && r.groups <= m.outputs && m.outputs % r.groups == 0 && r.taken_groups > 0 &&
+           r.taken_groups <= r.groups && r.k <= r.taken_groups * (m.outputs / r.groups) &&
+           (r.group_scores == 1 || (r.group_scores == 2 && r.groups < m.outputs)),
+       "groups of experts must have the same size, and those that are taken must have enough experts");
   return true;
 }
 
@@ -308,25 +312,36 @@ bool experts_fit(const KvExperts& e) {
   return true;
 }
 
+bool mlp_fits(const KvMlp& m) {
+  RULE(m.hidden > 0 && is_size(m.hidden) && is_size(m.inner) && m.inner % 16 == 0 && (m.gated == 0 || m.gated == 1) &&
+           m.activation >= 0 && m.activation <= KV_RELU2,
+       "an MLP must have a width that is a multiple of 16, and an activation that the library has");
+  RULE(!m.router == !m.experts && (m.inner || m.router), "an MLP must have matrices, or a router and experts");
+  if (!matrices_fit(m.gates, 2, m.hidden, (1 + m.gated) * Wide(m.inner))) return false;
+  if (!matrices_fit(&m.down, 1, m.inner, m.inner ? m.hidden : 0)) return false;
+  if (!matrices_fit(&m.share, 1, m.hidden, m.inner && m.share.outputs ? 1 : 0)) return false;
+  for (int i = 0; i < 2; i++)
+    RULE(holds_or_nothing(m.gates_bias[i], KV_BFLOAT16, m.gates[i].outputs), "biases must be bfloat16 of each output");
+  RULE(holds_or_nothing(m.down_bias, KV_BFLOAT16, m.hidden), "biases must be bfloat16 of each output");
+  if (!m.router) return true;
+  if (!router_fits(*m.router) || !experts_fit(*m.experts)) return false;
+  RULE(m.experts->hidden == m.hidden && m.router->weight.inputs == m.hidden &&
+           m.router->weight.outputs == m.experts->experts,
+       "the router and the experts of an MLP must have its width");
+  return true;
+}
+
 bool layer_fits(const KvLayer& l) {
   for (int64_t one : {l.hidden, l.heads, l.kv_heads, l.dim})
     RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
-  RULE(l.dim % 2 == 0 && is_size(l.intermediate) && l.intermediate % 16 == 0,
-       "heads must be of an even width, and MLPs of a multiple of 16");
+  RULE(l.dim % 2 == 0 && (l.gated == 0 || l.gated == 1), "heads must be of an even width");
   RULE(l.rotated >= 0 && l.rotated <= l.dim && l.rotated % 2 == 0 && l.rotation >= 0 &&
            l.rotation <= KV_EXACT_PAIRS,
        "rotated channels must be pairs of a head, in a way that the library has");
-  if (!matrices_fit(l.qkv, 3, l.hidden, (Wide(l.heads) + 2 * Wide(l.kv_heads)) * l.dim)) return false;
+  if (!matrices_fit(l.qkv, 3, l.hidden, ((1 + l.gated) * Wide(l.heads) + 2 * Wide(l.kv_heads)) * l.dim)) return false;
   if (!matrices_fit(&l.out, 1, l.heads * l.dim, l.hidden)) return false;
-  if (!matrices_fit(l.gates, 2, l.hidden, 2 * Wide(l.intermediate))) return false;
-  if (!matrices_fit(&l.down, 1, l.intermediate, l.intermediate ? l.hidden : 0)) return false;
-  RULE(!l.router == !l.experts && !(l.router && l.intermediate), "a layer must have an MLP, or a router and experts");
-  if (l.router) {
-    if (!router_fits(*l.router) || !experts_fit(*l.experts)) return false;
-    RULE(l.experts->hidden == l.hidden && l.router->weight.inputs == l.hidden &&
-             l.router->weight.outputs == l.experts->experts,
-         "the router and the experts of a layer must have its width");
-  }
+  if (l.mlp && !mlp_fits(*l.mlp)) return false;
+  RULE(!l.mlp || l.mlp->hidden == l.hidden, "the MLP of a layer must have its width");
   for (int i = 0; i < 3; i++)
     RULE(holds_or_nothing(l.qkv_bias[i], KV_BFLOAT16, l.qkv[i].outputs), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.out_bias, KV_BFLOAT16, l.hidden), "biases must be bfloat16 of each output");
@@ -336,7 +351,7 @@ bool layer_fits(const KvLayer& l) {
     return holds_or_nothing(norm, KV_FLOAT32, norm.length) &&
            (!has(norm) || norm.length == l.dim || norm.length == heads * l.dim);
   };
-  RULE(of_heads(l.query_norm, l.heads) && of_heads(l.key_norm, l.kv_heads),
+  RULE(of_heads(l.query_norm, l.gated ? 1 : l.heads) && of_heads(l.key_norm, l.kv_heads),
        "norms of queries and keys must be float32 of the channels of a head, or of all heads");
   return true;
 }
@@ -404,36 +419,51 @@ bool angles_fit(const KvArray& positions, const KvArray& frequencies, const KvAr
   return true;
 }
 
+static bool gate_fits(const KvLayer& l, Wide rows, const KvArray& gate) {
+  RULE(!l.gated || holds(gate, KV_BFLOAT16, rows * l.heads * l.dim), "gates must be bfloat16 of each token and head");
+  return true;
+}
+
 bool before_attention_fits(const KvLayer& l, const KvArray& x, int64_t batch, const KvArray& cos, const KvArray& sin,
-                           const KvArray& query, const KvArray& key, const KvArray& value) {
+                           const KvArray& query, const KvArray& key, const KvArray& value,
+                           const KvArray& gate) {
   if (!layer_fits(l)) return false;
   RULE(is_rows_of(x, l.hidden), "the input of a layer must be bfloat16 rows of its width");
   const Wide rows = x.length / l.hidden;
   RULE(batch > 0 && rows % batch == 0, "each row of a batch must have the same number of tokens");
-  RULE(cos.length == sin.length &&
-           (!l.rotated || cos.length == rows * l.rotated || cos.length == rows / batch * l.rotated) &&
-           holds(cos, KV_BFLOAT16, cos.length) && holds(sin, KV_BFLOAT16, sin.length),
+  RULE(!l.rotated || (cos.length == sin.length &&
+                      (cos.length == rows * l.rotated || cos.length == rows / batch * l.rotated) &&
+                      holds(cos, KV_BFLOAT16, cos.length) && holds(sin, KV_BFLOAT16, sin.length)),
        "cosines and sines must be bfloat16 of each token and channel");
   RULE(holds(query, KV_BFLOAT16, rows * l.heads * l.dim) && holds(key, KV_BFLOAT16, rows * l.kv_heads * l.dim) &&
            holds(value, KV_BFLOAT16, rows * l.kv_heads * l.dim),
        "queries, keys and values must be bfloat16 of each token and head");
-  return true;
+  return gate_fits(l, rows, gate);
 }
 
-bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& residual, const KvArray& y,
-                     const KvArray& normed) {
+bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& gate, const KvArray& residual,
+                     const KvArray& y, const KvArray& normed) {
   if (!layer_fits(l)) return false;
   RULE(is_rows_of(residual, l.hidden) && holds(y, KV_BFLOAT16, residual.length),
        "input and output of a layer must be bfloat16 rows of its width");
-  RULE(holds(attended, KV_BFLOAT16, Wide(residual.length / l.hidden) * l.heads * l.dim),
+  const Wide rows = residual.length / l.hidden;
+  RULE(holds(attended, KV_BFLOAT16, rows * l.heads * l.dim),
        "the attention of a layer must be bfloat16 of each token and head");
   RULE(holds(normed, KV_BFLOAT16, residual.length), "what enters an MLP must be bfloat16 rows of its width");
-  return true;
+  return gate_fits(l, rows, gate);
 }
 
-bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArray& residual, const KvArray& y) {
-  RULE(l.intermediate || l.router, "a layer must have its MLP");
-  return before_mlp_fits(l, attended, residual, y, y);
+bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArray& gate, const KvArray& residual,
+                          const KvArray& y) {
+  RULE(l.mlp, "a layer must have its MLP");
+  return before_mlp_fits(l, attended, gate, residual, y, y);
+}
+
+bool mlp_fits(const KvMlp& m, const KvArray& x, const KvArray& y) {
+  if (!mlp_fits(m)) return false;
+  RULE(is_rows_of(x, m.hidden) && holds(y, KV_BFLOAT16, x.length),
+       "an MLP must read and write bfloat16 rows of its width");
+  return true;
 }
 
 bool route_fits(const KvRouter& r, const KvArray& x, const KvArray& logits, const KvArray& weights,
@@ -564,7 +594,7 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
   for (int64_t layer = 0; layer < count; layer++) {
     const KvLayer& l = *layers[layer];
     if (layer && !layer_fits(l)) return false;
-    RULE(l.intermediate || l.router || (layer == count - 1 && has(normed)), "a layer must have its MLP");
+    RULE(l.mlp || (layer == count - 1 && has(normed)), "a layer must have its MLP");
     RULE(l.hidden == first.hidden && l.heads == first.heads && l.kv_heads == first.kv_heads && l.dim == dim,
          "layers of a call must have the same heads");
     const Wide angles = Wide(tokens) * l.rotated;

@@ -147,20 +147,25 @@ KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, Kv
 }
 
 KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
-                                 KvArray query, KvArray key, KvArray value) {
-  return run(before_attention_fits(*layer, x, batch, cos, sin, query, key, value), [&](auto& kernels) {
-    return kernels.before_attention(layer, x, batch, cos, sin, query, key, value);
+                                 KvArray query, KvArray key, KvArray value, KvArray gate) {
+  return run(before_attention_fits(*layer, x, batch, cos, sin, query, key, value, gate), [&](auto& kernels) {
+    return kernels.before_attention(layer, x, batch, cos, sin, query, key, value, gate);
   });
 }
 
-KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y, KvArray normed) {
-  return run(before_mlp_fits(*layer, attended, residual, y, normed),
-             [&](auto& kernels) { return kernels.before_mlp(layer, attended, residual, y, normed); });
+KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y,
+                           KvArray normed) {
+  return run(before_mlp_fits(*layer, attended, gate, residual, y, normed),
+             [&](auto& kernels) { return kernels.before_mlp(layer, attended, gate, residual, y, normed); });
 }
 
-KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y) {
-  return run(after_attention_fits(*layer, attended, residual, y),
-             [&](auto& kernels) { return kernels.after_attention(layer, attended, residual, y); });
+KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y) {
+  return run(after_attention_fits(*layer, attended, gate, residual, y),
+             [&](auto& kernels) { return kernels.after_attention(layer, attended, gate, residual, y); });
+}
+
+KvStatus kvkeep_mlp(const KvMlp* mlp, KvArray x, KvArray y) {
+  return run(mlp_fits(*mlp, x, y), [&](auto& kernels) { return kernels.mlp(mlp, x, y); });
 }
 
 KvStatus kvkeep_route(const KvRouter* router, KvArray x, KvArray logits, KvArray weights, KvArray chosen) {

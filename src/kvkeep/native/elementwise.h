@@ -122,14 +122,29 @@ INLINE vf sigmoid(vf x) {
   return vwhere_at_least(x, zero, one, small) / (one + small);
 }
 
-// y = activation(gate) * up. x: gate and up of a row, side by side.
-static void gate_row(const bf16* x, int64_t width, int64_t activation, bf16* y) {
+// y = attended * sigmoid(y): attention's output times its gates.
+static void open_gates(const bf16* attended, int64_t width, bf16* y) {
+  bf16 rounded[16], rest[16] = {};
   for (int64_t i = 0; i < width; i += 16) {
-    const vf g = vload_bf16(x + i);
-    const vf inside = activation == KV_SILU ? g : vset(1.5957691216f) * (g + vset(0.044715f) * g * g * g);
+    const bool full = i + 16 <= width;
+    if (!full) memcpy(rest, y + i, size_t(width - i) * 2);
+    vstore_bf16(rounded, sigmoid(vload_bf16(full ? y + i : rest)));
+    for (int64_t j = 0; j < 16 && i + j < width; j++) y[i + j] = narrow(widen(attended[i + j]) * widen(rounded[j]));
+  }
+}
+
+INLINE vf activated(vf x, int64_t activation) {
+  const vf zero = vset(0.0f);
+  if (activation == KV_RELU2) return vwhere_at_least(zero, x, zero, x * x);
+  return x * sigmoid(activation == KV_SILU ? x : vset(1.5957691216f) * (x + vset(0.044715f) * x * x * x));
+}
+
+// y = activation(gate) * up. x: gate and up of a row, side by side; or only ups, and y = activation(up).
+static void gate_row(const bf16* x, int64_t width, int64_t activation, bool gated, bf16* y) {
+  for (int64_t i = 0; i < width; i += 16) {
     bf16 rounded[16];
-    vstore_bf16(rounded, g * sigmoid(inside));
-    vstore_bf16(y + i, vload_bf16(rounded) * vload_bf16(x + width + i));
+    vstore_bf16(gated ? rounded : y + i, activated(vload_bf16(x + i), activation));
+    if (gated) vstore_bf16(y + i, vload_bf16(rounded) * vload_bf16(x + width + i));
   }
 }
 

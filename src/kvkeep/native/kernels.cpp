@@ -11,7 +11,6 @@
 #include "mamba2.h"
 
 extern "C" __attribute__((visibility("hidden"))) const KvKernels KVKEEP_TABLE;
-const KvKernels KVKEEP_TABLE = {KVKEEP_NAME, product,         norm,     angles,      before_attention,
-                                before_mlp,  after_attention, route,    run_experts, delta_net,
-                                mamba2,      attend,          received, insert,      attend_sessions,
-                                run_layers};
+const KvKernels KVKEEP_TABLE = {KVKEEP_NAME, product,  norm,    angles, before_attention, before_mlp,
+                                after_attention, mlp,  route,   run_experts, delta_net, mamba2,
+                                attend,      received, insert,  attend_sessions, run_layers};

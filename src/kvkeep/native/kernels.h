@@ -11,6 +11,7 @@ struct KvKernels {
   decltype(&kvkeep_before_attention) before_attention;
   decltype(&kvkeep_before_mlp) before_mlp;
   decltype(&kvkeep_after_attention) after_attention;
+  decltype(&kvkeep_mlp) mlp;
   decltype(&kvkeep_route) route;
   decltype(&kvkeep_run_experts) run_experts;
   decltype(&kvkeep_delta_net) delta_net;

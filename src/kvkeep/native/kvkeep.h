@@ -36,9 +36,10 @@ enum KvKind { /* how a matrix is stored: bfloat16, float16, float32, or the bloc
   KV_KINDS /* how many kinds */
 };
 
-enum KvActivation { /* of a gated MLP */
+enum KvActivation { /* of an MLP */
   KV_SILU,
-  KV_GELU_TANH /* the approximation by tanh */
+  KV_GELU_TANH, /* the approximation by tanh */
+  KV_RELU2      /* the square of what is positive */
 };
 
 enum KvScores { /* what a router makes of its products */
@@ -106,6 +107,9 @@ typedef struct KvRouter { /* chooses experts for each row */
   KvArray choice_bias;    /* (experts) float32, added to scores only where they are compared; or nothing */
   int64_t scores;         /* a KvScores */
   int64_t k;              /* experts of a row, those of the greatest scores; of equal ones the first */
+  int64_t groups;         /* into which experts are divided, one after the other; 1: they are not */
+  int64_t taken_groups;   /* from which experts are chosen: those of the greatest scores; of equal ones the first */
+  int64_t group_scores;   /* 1: a group's score is the greatest of its experts, 2: the sum of the greatest two */
   int64_t normalised;     /* 1: weights, the scores of these, are divided by their sum */
   int64_t rounded;        /* 1: weights are rounded to bfloat16 */
   float scale;            /* what weights are multiplied by */
@@ -125,17 +129,30 @@ typedef struct KvExperts { /* the experts of a layer. A matrix has the outputs o
   int64_t gated;           /* 1: there are gates, 0: only ups */
 } KvExperts;
 
+typedef struct KvMlp {     /* an MLP, a mixture of experts, or a mixture and an MLP beside it: outputs are added */
+  KvMatrix gates[2];       /* of an MLP: gate and up projections, joined if they are of one kind; or only ups */
+  KvMatrix down;           /* down projection: (hidden, inner) */
+  KvArray gates_bias[2];   /* (outputs of the matrix) bfloat16; or nothing */
+  KvArray down_bias;       /* (hidden) bfloat16; or nothing */
+  KvMatrix share;          /* (1, hidden): the MLP's output is multiplied by the sigmoid of its product; or nothing */
+  const KvRouter* router;  /* of a mixture; or null */
+  const KvExperts* experts; /* null with it */
+  int64_t hidden;          /* width of inputs and outputs */
+  int64_t inner;           /* width of the MLP, a multiple of 16; 0: there is none */
+  int64_t gated;           /* 1: there are gates, 0: only ups */
+  int64_t activation;      /* a KvActivation */
+} KvMlp;
+
 typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvMatrix qkv[3];                /* query, key and value projections, joined where they are of one kind; in order */
+  int64_t gated;                  /* 1: the queries of each head are followed by gates, (dim); the sigmoid of these is
+                                     what attention's output is multiplied by. 0: there are none */
   KvMatrix out;                   /* output projection: (hidden, heads * dim) */
-  KvMatrix gates[2];              /* gate and up projections of the MLP, joined if they are of one kind; or nothing */
-  KvMatrix down;                  /* down projection: (hidden, intermediate); nothing without gates */
-  const KvRouter* router;         /* of a mixture of experts in place of gates; or null */
-  const KvExperts* experts;       /* null with it */
+  const KvMlp* mlp;               /* what follows attention; null: the caller runs it */
   KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
   KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32; or nothing */
-  KvArray query_norm;             /* of each query head, (dim), or of all at once, (heads * dim); or nothing */
+  KvArray query_norm;             /* of each query head, (dim), or without gates of all, (heads * dim); or nothing */
   KvArray key_norm;               /* of each key head, (dim), or of all at once, (kv_heads * dim); or nothing */
   KvArray post_attention_norm;    /* of the output projection, before the residual is added, (hidden); or nothing */
   KvArray pre_mlp_norm;           /* of what enters the MLP, (hidden); or nothing */
@@ -147,8 +164,6 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   int64_t rotated;                /* channels of a query or key that are rotated, its first ones, even; 0: none */
   int64_t rotation;               /* a KvRotation */
   int64_t rotates_first;          /* 1: queries and keys are rotated before their norms, 0: after them */
-  int64_t intermediate;           /* width of the MLP, a multiple of 16; 0: the layer has experts, or another one */
-  int64_t activation;             /* a KvActivation */
   float residual_scale;           /* what attention's and the MLP's output is multiplied by before it is added */
   float eps;                      /* of all norms */
 } KvLayer;
@@ -310,16 +325,20 @@ KvStatus kvkeep_norm(KvArray x, KvArray weight, float eps, KvArray y);
  * cos, sin: (n, 2 * half) bfloat16: the second half repeats the first. */
 KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, KvArray cos, KvArray sin);
 /* Runs a layer up to its attention: norm, projections, rotary embedding. x: (batch * tokens, hidden). cos, sin: (batch,
- * tokens, rotated), or (tokens, rotated) for all. query, key, value: (batch, heads, tokens, dim), written. All are
- * bfloat16. */
+ * tokens, rotated), or (tokens, rotated) for all. query, key, value: (batch, heads, tokens, dim), written. gate:
+ * (batch * tokens, heads * dim), written, if the layer is gated. All are bfloat16. */
 KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
-                                 KvArray query, KvArray key, KvArray value);
-/* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). residual,
- * y: (n, hidden), the residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. */
-KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y, KvArray normed);
-/* Runs a layer from its attention on: output projection, residual, MLP or mixture, residual. attended: (n, heads *
- * dim). residual, y: (n, hidden); they may be the same. All are bfloat16. */
-KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray residual, KvArray y);
+                                 KvArray query, KvArray key, KvArray value, KvArray gate);
+/* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). gate: the
+ * same of a gated layer, as kvkeep_before_attention wrote it; its memory is used. residual, y: (n, hidden), the
+ * residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. */
+KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y,
+                           KvArray normed);
+/* Runs a layer from its attention on: output projection, residual, MLP, residual. Arguments are those of
+ * kvkeep_before_mlp. */
+KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y);
+/* Runs an MLP. x, y: (n, hidden) bfloat16; they may be the same. */
+KvStatus kvkeep_mlp(const KvMlp* mlp, KvArray x, KvArray y);
 /* Chooses experts for each row. x: (n, hidden) bfloat16. logits: (n, experts) float32, written: products of the weight.
  * weights: (n, k) float32, written. chosen: (n, k) int64, written. */
 KvStatus kvkeep_route(const KvRouter* router, KvArray x, KvArray logits, KvArray weights, KvArray chosen);

@@ -13,7 +13,7 @@ struct RouterPass {
   float* scores = nullptr;    // (padded): of each expert; then zeros
   float* choice = nullptr;    // (padded): the same, as they are compared
   bf16* products = nullptr;   // (experts)
-  uint8_t* taken = nullptr;   // (experts): 1: it is chosen
+  uint8_t* taken = nullptr;   // (experts): it is chosen, or in a group that is left out
 
   int64_t experts() const { return r.weight.outputs; }
   int64_t padded() const { return (experts() + 15) / 16 * 16; }
@@ -47,6 +47,7 @@ struct RouterPass {
     const float* added = numbers<float>(r.choice_bias);
     for (int64_t i = 0; i < experts(); i++) order[i] = added ? score[i] + added[i] : score[i];
     memset(is_taken, 0, size_t(experts()));
+    if (r.groups > 1) leave_groups(order, is_taken);
     float total = 0;
     for (int64_t j = 0; j < r.k; j++) {  // of equal ones the first
       int64_t best = -1;
@@ -62,6 +63,30 @@ struct RouterPass {
       weights[j] = weights[j] * r.scale;
       if (r.rounded) weights[j] = widen(narrow(weights[j]));
     }
+  }
+
+  // Marks the experts of all groups but those of the greatest scores as taken.
+  void leave_groups(const float* order, uint8_t* is_taken) const {
+    const int64_t size = experts() / r.groups;
+    memset(is_taken, 1, size_t(experts()));
+    for (int64_t taken = 0; taken < r.taken_groups; taken++) {
+      int64_t best = -1;
+      float greatest = 0;
+      for (int64_t first = 0; first < experts(); first += size) {
+        if (!is_taken[first]) continue;
+        const float score = score_of_group(order + first, size);
+        if (best < 0 || score > greatest) { best = first; greatest = score; }
+      }
+      memset(is_taken + best, 0, size_t(size));
+    }
+  }
+  float score_of_group(const float* order, int64_t size) const {
+    float first = order[0], second = as_float(0xff800000);
+    for (int64_t i = 1; i < size; i++) {
+      if (order[i] > first) { second = first; first = order[i]; }
+      else if (order[i] > second) second = order[i];
+    }
+    return r.group_scores == 2 ? first + second : first;
   }
 
   void find_scores(const float* logits, float* score) const {

@@ -89,8 +89,8 @@ _KINDS = (
 )  # fmt: skip
 KIND_NUMBERS = {kind: CONSTANTS[f"KV_{kind}"] for kind in _KINDS}
 """KvKind: how a matrix is stored."""
-SILU, GELU_TANH = CONSTANTS["KV_SILU"], CONSTANTS["KV_GELU_TANH"]
-"""KvActivation: the activation of a gated MLP."""
+SILU, GELU_TANH, RELU2 = (CONSTANTS[f"KV_{name}"] for name in ("SILU", "GELU_TANH", "RELU2"))
+"""KvActivation: the activation of an MLP."""
 SOFTMAX, SIGMOID = CONSTANTS["KV_SOFTMAX"], CONSTANTS["KV_SIGMOID"]
 """KvScores: what a router makes of its products."""
 HALVES, PAIRS, EXACT_PAIRS = (CONSTANTS[f"KV_{name}"] for name in ("HALVES", "PAIRS", "EXACT_PAIRS"))
@@ -127,7 +127,7 @@ class KvMatrix(ctypes.Structure):
 
 
 class KvLayer(ctypes.Structure):
-    """A decoder layer: its matrices, biases, and weights of norms."""
+    """A decoder layer: its matrices, biases, weights of norms, and its MLP."""
 
     __slots__ = ("kept",)
     _fields_ = _fields("KvLayer")
@@ -145,6 +145,13 @@ class KvExperts(ctypes.Structure):
 
     __slots__ = ("kept",)
     _fields_ = _fields("KvExperts")
+
+
+class KvMlp(ctypes.Structure):
+    """An MLP, a mixture of experts, or both."""
+
+    __slots__ = ("kept",)
+    _fields_ = _fields("KvMlp")
 
 
 class KvDeltaNet(ctypes.Structure):

@@ -139,7 +139,10 @@ def test_no_operation_of_torch_depends_on_the_processor(folder: Path) -> None:
         assert used.found <= KNOWN.get(case.method, set()), case.label
 
 
-@pytest.mark.parametrize("family", [*LAYOUTS, "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe"])
+MIXED = ["ernie4_5_moe", "granitemoe", "granitemoeshared", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", [*LAYOUTS, *MIXED])
 def test_no_operation_of_torch_in_other_layouts_depends_on_the_processor(family: str, tmp_path: Path) -> None:
     plain = hf.AutoModelForCausalLM.from_config(LAYOUTS[family]()) if family in LAYOUTS else mixture(family)
     model = load(saved(plain, tmp_path), weights="bfloat16", device="cpu").model

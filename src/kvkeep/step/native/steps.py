@@ -86,16 +86,16 @@ def run_layers(
     planned: Planned,
     writes: Writes,
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     normed: Tensor | None = None,
 ) -> None:
     """Run some layers of a decoder, one after the other, for the next tokens of each of several sessions.
 
     layers, scaling: the layers in the library's form, and the scaling of their attention. part: their numbers.
     planned: the steps of the tokens. writes: notes which of them have written. x: (1, tokens, hidden), the residual
-    stream, read and written. cos, sin: (tokens, dim). normed: written where the last layer is a mixture: what enters
-    its MLP.
+    stream, read and written. cos, sin: (tokens, dim); None: no layer rotates. normed: written where the last layer
+    has no MLP here: what enters its MLP.
     """
     by_session = [_session(steps, part, token, writes) for steps, token in planned]
     by_layer = [[*chain.from_iterable(one)] for one in zip(*by_session, strict=True)]
