@@ -25,8 +25,8 @@ from kvkeep.native.structures import SIGMOID, SOFTMAX, KvRouter, address_of, arr
 
 TRIAL_ROWS = 40
 """Rows for which the library and a router are compared."""
-_WAYS = [*product((SOFTMAX, SIGMOID), (False, True), (1, 2, 0))]
-"""How a router may choose, as :class:`LibraryRouter` takes it."""
+_WAYS = tuple(product((SOFTMAX, SIGMOID), (False, True)))
+"""How a router may choose, as :class:`LibraryRouter` takes it: its scores, and whether weights are normalised."""
 
 
 class RouterWeight(nn.Parameter):
@@ -174,14 +174,11 @@ def replace_routers(model: Any) -> None:
 def _by_library(module: Any, x: Tensor, biases: Sequence[Tensor], wanted: Sequence[Tensor]) -> LibraryRouter | None:
     """Return a router that chooses what ``module`` does for rows ``x``; None: the library has none. wanted: what the
     module returns."""
-    groups = (getattr(module, "num_group", None) or 1) > 1
-    for way in _WAYS:
+    grouped = (getattr(module, "num_group", None) or 1) > 1
+    for (scores, normalised), group_scores in product(_WAYS, (1, 2) if grouped else (0,)):
         with trial("a router's choice"):
-            if way[2] and not groups:
-                continue
-            router = LibraryRouter(module, *way, like=wanted)
+            router = LibraryRouter(module, scores, normalised, group_scores, wanted)
             if _same_choice(router(x, *biases), wanted):
-                _WAYS.sort(key=way.__ne__)  # most likely the next router is like it
                 return router
     return None
 
