@@ -34,7 +34,7 @@ _ASK = (
 )
 _DATED = " Use DATE of CONVERSATION to answer with an approximate date."
 _STEMMER = PorterStemmer()
-WRONG = {
+WRONG_ANSWERS = {
     "conv-26": (2, 5, 23, 26, 32, 43, 56, 66, 77, 94, 135, 137, 138, 144, 149),
     "conv-30": (31, 47, 57, 63),
     "conv-41": (48, 63, 68, 69, 129),
@@ -47,7 +47,8 @@ WRONG = {
     "conv-50": (1, 19, 29, 50, 60, 62, 63, 72, 88, 137, 147, 151),
 }
 """The 99 of 1,540 questions whose answer in LoCoMo's file is wrong, by an audit (github.com/dial481/locomo-audit,
-commit 9493fb4): by conversation, their numbers in its list, from 0. Wrong places of the evidence alone do not count."""
+commit 9493fb4): the numbers of each conversation's questions, from 0. Questions with wrong evidence and a right answer
+stay."""
 
 
 class Locomo(Task):
@@ -83,12 +84,12 @@ class Locomo(Task):
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Choose ``samples`` questions of a conversation, at equal distances in the file's order from question ``seed``
-        on, and leave out those in :data:`WRONG`."""
+        on, and leave out those in :data:`WRONG_ANSWERS`."""
         conversation, known = _read(sources[0], int(point["conversation"]))
         drawn = [known[(seed + len(known) * number // self.samples) % len(known)] for number in range(self.samples)]
         chosen = [one for one in drawn if not one["wrong"]]
         if not chosen:
-            raise UsageError(f"LoCoMo's answers to the questions of seed {seed} are wrong; give more samples.")
+            raise UsageError(f"LoCoMo's answers to all questions of seed {seed} are wrong; give more samples.")
         prompts = [_prompt(tokenizer, conversation, one) for one in chosen]
         parts = _text(conversation) + "\n", _start(conversation)
         shared, opening = (encode(tokenizer, question(part, None)) for part in parts)
@@ -121,10 +122,10 @@ class Locomo(Task):
 
 def _read(path: Path, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a conversation and its questions of the categories 1 to 4. ``wrong`` of each says whether its answer is in
-    :data:`WRONG`. Raises UsageError for a file of another shape."""
+    :data:`WRONG_ANSWERS`. Raises UsageError for a file of another shape."""
     try:
         rows = json.loads(path.read_text("utf-8-sig"))
-        conversation, wrong = rows[number]["conversation"], WRONG.get(rows[number].get("sample_id"), ())
+        conversation, wrong = rows[number]["conversation"], WRONG_ANSWERS.get(rows[number].get("sample_id"), ())
         questions = [one | {"wrong": place in wrong} for place, one in enumerate(rows[number]["qa"])]
         questions = [one for one in questions if one["category"] in (1, 2, 3, 4) and str(one["answer"]).strip()]
         turns = [turn["dia_id"] for turn in _turns(conversation) if turn["speaker"] and isinstance(turn["text"], str)]
