@@ -58,6 +58,9 @@ def test_questions_whose_answer_is_wrong_are_left_out_after_the_choice(data: Pat
     (data / FILE).write_text(json.dumps(rows))  # its question 2 is wrong
     _, found = samples(data, samples=4)
     assert [one.facts["answer"] for one in found] == ["7", "May", "Ann, Bob"]
+    task = Locomo(conversation=[0], samples=1)
+    with pytest.raises(UsageError, match="give more samples"):
+        task.prepare(tokenizer(), task.sources(data), {"conversation": 0}, 2)
 
 
 def test_all_questions_are_about_the_same_text(data: Path) -> None:
