@@ -15,13 +15,14 @@ from kvkeep.memory.extent import within
 from kvkeep.memory.ledger import Ledger
 
 QUESTION = 64
-"""The newest tokens read together, also in several chunks, whose words are looked for; at most."""
+"""The maximum number of a question's tokens whose words are looked for, the newest: of one pass, or of its chunks."""
 WRITTEN = 32
 """Tokens written after a choice until the next one, which looks for their words, too."""
 HALF = 16
 """A word counts half as much as one that is so many tokens newer."""
 SHARE = 0.5
-"""A passage is recalled if its score is at least this share of the best one's. More passages distract the model."""
+"""A passage is recalled if its score is at least this share of the best one's, or the best beside the first passages.
+More passages distract the model."""
 K1 = 1.2
 """BM25's saturation of repeated words. Its correction for the length of a text has no use: all passages are as long."""
 
@@ -56,8 +57,9 @@ class PassageChoice:
             self._at = self.ledger.length
             if new > 1:
                 start, stop, _ = self._question
-                words = self._at - start if self._cut and stop == self._at - new else new
-                self._question, self._cut = (self._at - min(words, QUESTION), self._at, passages), self.ledger.continues
+                read = self._at - start if self._cut and stop == self._at - new else new
+                self._question = self._at - min(read, QUESTION), self._at, passages
+                self._cut = self.ledger.continues
             elif not self._question[1]:  # it was asked while all entries were attended: the tokens until then
                 self._question = max(0, self._at - 1 - QUESTION), self._at - 1, 0
             again = self._question[1] == self._at  # the question, or its last token after a crop
@@ -122,8 +124,9 @@ def best_passages(scores: Tensor, count: int, first: int = 1) -> Tensor:
 
     The ``first`` passages are among them, as far as they are not lost. The others are the best one, and those with at
     least :data:`SHARE` of the best score, each with the passage after it, into which what it begins may continue. The
-    best score may be that of a first passage: every question ends with words of the chat template, and so does it. Of
-    equal ones the newest are taken. A row that needs fewer than another one has more of the next best."""
+    best score may be that of a first passage, because it contains the words of the chat template, with which every
+    question ends. Of equal ones the newest are taken. A row that needs fewer than another one has more of the next
+    best."""
     last, ranked, needed = scores.shape[1] - 1, [], 1
     for row in scores:
         found = dict.fromkeys((row[:first] >= 0).nonzero()[:, 0].tolist())
