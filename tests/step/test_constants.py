@@ -70,7 +70,6 @@ def test_passes_that_are_compared_launch_kernels_with_the_same_numbers(
     model, ids = tiny("llama", layers=1).to(DEVICE), prompt(1, 40)
     ours, theirs = (KeepCache(model, method, 16) for _ in range(2))
     ours.graph = StepGraph(ours.stream)
-    ours.graph._possible = True
     for one in (ours, theirs):
         step(model, one, ids[:, :30].to(DEVICE))
     passes = []
@@ -93,7 +92,7 @@ def test_drafts_launch_kernels_with_the_same_numbers(method: str, monkeypatch: p
     assert cache.draft_passes is not None
     cache.draft_passes.uniform = True
     cache.graph = StepGraph(cache.stream)
-    cache.graph._possible, cache.graph._try = True, cache.graph._pass
+    cache.graph._try = cache.graph._pass
     step(model, cache, ids[:, :50])
     for run in range(2):
         cache.draft_passes.begin(choose=not run)

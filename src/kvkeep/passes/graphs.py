@@ -45,8 +45,7 @@ class StepGraph:
         full = [layer.index for layer in geometry.full_layers] == [layer.source for layer in layers]
         dropped = stream.checkpoint is None or stream.draft_passes is not None  # drafts leave nothing there
         dropped = dropped and not (stream.pass_hooks or stream.ledger.records or stream.states)
-        on_gpu = stream.device.type == "cuda"
-        self._possible: bool = on_gpu and stream.streams and full and dropped and geometry.steady(None)
+        self._possible: bool = stream.streams and full and dropped and geometry.steady(None)
         self.settled = True
         """Whether the last pass took as long as later ones will: it was neither compared nor captured."""
         self._model: ModelParts | None = None
@@ -62,8 +61,7 @@ class StepGraph:
 
     @property
     def possible(self) -> bool:
-        """Whether the next step may be captured: all layers drop what they evict, or it is a draft; and the model is on
-        a GPU."""
+        """Whether the next step may be captured: all layers drop what they evict, or it is a draft."""
         passes = self._stream.draft_passes
         return self._possible and (passes is None or passes.active)
 
