@@ -261,8 +261,8 @@ class LayerStep(NamedTuple):
     """How many of these tokens evict an entry, if there is :attr:`evict`: the last ones. The evicted entries are copied
     to rows that follow each other. Of several tokens, nothing beside entries is copied."""
     place: Tensor | None = None
-    """(1,) int64, on the device: the row of the new entry, instead of ``append.row``, so that steps of drafts differ in
-    no number. Only of one token, which evicts nothing, and not for the library."""
+    """(1,) int64, on the device: the row of the new entry, instead of ``append.row``, so that all drafts have the same
+    numbers. Only in steps of one token that evict nothing, and not for the library."""
 
     @property
     def parts(self) -> Sequence[LayerStep]:

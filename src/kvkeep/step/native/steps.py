@@ -216,7 +216,7 @@ class _Form:
                 self._shown[number] = bounds
         check_token(step, self.bank, entries)
         if step.place is not None:
-            raise BadCall("the library takes the number of a row")
+            raise BadCall("the library needs the row of a new entry as a number, not as a tensor")
         self._attention.entries = entries
         if step.tokens > 1:
             self._attention.causal_offset = entries - step.tokens

@@ -199,8 +199,8 @@ class DraftAndVerify(ReadCheckpoint):
         return LayerStep(Destination(bank.keys, bank.values, row), layer.arrived, attend=attended)
 
     def _plan_uniformly(self, layer: Layer) -> LayerStep | None:
-        """Return the step of a draft that differs from others in no number of the host: its row is a tensor, and it
-        attends to all rows that are seen."""
+        """Return the step of a draft, with the numbers that every other draft has: its row is a tensor, and a
+        mask on the device says to which rows it attends."""
         parts, tail = list[LayerStep](), torch.arange(self.passes.tail, device=layer.device)
         place, slot = self.passes.place(), self.passes.ledger.number(layer.arrived)
         for bank, seen in zip(layer.resident.banks, self._seen, strict=True):
@@ -228,9 +228,9 @@ class DraftAndVerify(ReadCheckpoint):
             seen[:, : bank.columns] = bank.slots >= 0
 
     def layout(self, layer: Layer) -> Sequence[Any] | None:
-        """Return the layout of drafts, once the budget is full. It has no number: whatever the exact passes and a crop
-        have done to the entries, their tensors stay. A selector that divides the budget in each exact pass makes new
-        ones, so that a graph would serve for a few drafts."""
+        """Return the layout of drafts, once the budget is full. It has no number, because exact passes and crops change
+        entries in place. A selector that divides the budget makes new tensors in each exact pass, so a graph would
+        serve for a few drafts only."""
         resident, banks = layer.resident, layer.resident.banks
         grows = any(bank.columns < bank.budget for bank in banks)
         if layer.pending is not None or not layer.evicted.idle or resident.selector.divides or grows:
@@ -306,7 +306,7 @@ class DraftAndVerify(ReadCheckpoint):
         )
 
     def forget_drafts(self, layer: Layer, length: int) -> None:
-        """Forget drafts from slot ``length`` on. They have changed nothing else."""
+        """Forget the drafts from slot ``length`` on."""
         layer.pending = None
         self.truncate(layer, length)
 

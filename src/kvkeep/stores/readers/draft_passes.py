@@ -18,7 +18,7 @@ class DraftPasses:
     def __init__(self, tail: int, ledger: Ledger, device: torch.device) -> None:
         self.tail, self.ledger, self.device = tail, ledger, device
         self.uniform = device.type == "cuda"
-        """Whether the steps of all drafts have the same shapes and numbers, so that one graph can have them."""
+        """Whether the steps of all drafts have the same shapes and numbers, so that one graph serves them all."""
         self.active = False
         """Whether the next pass drafts: its tokens attend to resident entries, and are forgotten by :meth:`end`."""
         self.begun = 0
