@@ -52,7 +52,7 @@ def test_a_gguf_file_that_changes_later_changes_no_weight(
 
 
 def _check_nothing_is_mapped(model: Any, files: list[Path]) -> None:
-    """A file cut short would end the process."""
+    """Check that no file is mapped: one that is cut short later would end the process."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for file in files:
         with open(file, "r+b") as changed:

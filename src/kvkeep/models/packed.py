@@ -190,7 +190,7 @@ class Packed(WithPointers, nn.Module):
         self.out_features, self.in_features = matrix.shape
         self.kind = matrix.kind
         self.native = library() is not None and self.in_features % KINDS[self.kind].elements == 0
-        self.register_buffer("data", _packed(matrix) if self.native else matrix.rows.clone())  # of a mapped file
+        self.register_buffer("data", _packed(matrix) if self.native else matrix.rows.clone())  # the file may change
         self.register_buffer("columns", matrix.columns)
 
     @property

@@ -133,7 +133,7 @@ def values(tensor: FileTensor) -> Tensor:
 
 
 def stored_bytes(tensor: FileTensor, offset: int, count: int) -> NDArray[np.uint8]:
-    """Return ``count`` bytes of ``tensor`` from ``offset`` on. They are mapped: use them before the file may change.
+    """Return ``count`` bytes of ``tensor`` from ``offset`` on. They are mapped: copy them before the file may change.
     Raises ModelError for a file that is cut short."""
     try:
         return np.memmap(tensor.file, np.uint8, "c", tensor.offset + offset, (count,)).view(np.ndarray)
