@@ -45,7 +45,7 @@ void pack_k_scales(const BlockParts& u, uint8_t* data) {
   }
 }
 
-// Some bits of 32 bytes, beside those of 32 codes.
+// Adds bits of 32 bytes, `mask` of them from bit `from` on, to 32 codes from bit `to` on.
 void add_bits(const uint8_t* data, int from, int mask, int to, uint8_t* codes) {
   for (int i = 0; i < 32; i++) codes[i] |= uint8_t((data[i] >> from & mask) << to);
 }

@@ -14,7 +14,7 @@
 
 namespace {
 
-// Four codes at once, a byte each.
+// Some bits of four codes at once, a byte each: `mask` of them from bit `first` on.
 uint32_t bits_of(const uint8_t* codes, int first, uint32_t mask) {
   uint32_t found;
   memcpy(&found, codes, 4);
