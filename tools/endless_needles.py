@@ -1,10 +1,10 @@
-"""Ask for facts in texts that are longer than the model's context, and find what fails: the choice of passages, their
+"""Ask for facts in texts that are longer than the model's context, and tell what fails: the choice of passages, their
 places, or the model.
 
-Each text hides three facts, at 5, 40 and 80 % of it. Each is asked for by the chat template, of a copy of the
-cache that has read the text up to its last tokens. Beside ``endless`` the full cache answers the same question about
-256 tokens around the fact (alone), and about the tokens that ``endless`` attends to, read anew as one short prompt (the
-same tokens). *Begun*: the first words of the answer are given. Texts are cut from files of several authors, in turn.
+Three facts are hidden in each text, at 5, 40 and 80 % of it. For each fact, a copy of the cache that has read all but
+the last tokens of the text is asked a question in the chat template. The full cache answers the same question from 256
+tokens around the fact (*alone*), and from the tokens to which ``endless`` attends, read anew as one short prompt (*the
+same tokens*). *Begun*: the first words of the answer are given. Texts are cut from files of several authors, in turn.
 
 python tools/endless_needles.py AUTHOR.txt AUTHOR.txt ... --text 0 -m smollm2 -b 1024 --out FILE.jsonl
 python tools/endless_needles.py --table FILE.jsonl
@@ -36,6 +36,7 @@ TOWNS = ("Oslo", "Lima", "Cairo")
 NEW = 24
 """The maximum number of tokens of an answer."""
 PASSAGE = 128
+"""Tokens on each side of a fact that is asked for alone."""
 FORMS = {
     "pass key": (
         "The pass key is {value}. Remember it, the pass key is {value}.",
@@ -53,7 +54,7 @@ FORMS = {
         "The phone number of your sister in {town} is",
     ),
 }
-"""The fact, the question, and the first words of its answer."""
+"""By form: the sentence that states the fact, the question, and the first words of its answer."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fact."""
+    """The answers to the question about a fact."""
 
     model: str
     method: str
@@ -82,10 +83,10 @@ class Outcome:
     form: str
     value: str
     recalled: bool
-    """Whether the step attends to the passages that have the fact."""
+    """Whether the recalled passages, or the newest entries, contain the value."""
     passages: int
     answers: dict[str, str]
-    """By what the model was given."""
+    """The answer, by what the model was given."""
 
     def found(self, given: str) -> bool:
         """Return whether an answer has the value."""
@@ -102,29 +103,29 @@ def facts(number: int) -> list[Fact]:
 
 
 def ask(loaded: Any, authors: Sequence[Path], number: int, method: str, budget: int, tokens: int) -> Iterator[Outcome]:
-    """Read text ``number`` and yield what became of its facts."""
+    """Read text ``number`` and yield the answers about its facts."""
     model, tokenizer, author = loaded.model, loaded.tokenizer, authors[number % len(authors)]
-    hay, hides = passage_text(tokenizer, read_text(str(author)), tokens, random.Random(number)), facts(number)
-    for fact in hides:
+    hay, hidden_facts = passage_text(tokenizer, read_text(str(author)), tokens, random.Random(number)), facts(number)
+    for fact in hidden_facts:
         hay = hidden(hay, fact.text, fact.depth)
 
-    def said(ids: Sequence[int], cache: KeepCache) -> str:
+    def answer_to(ids: Sequence[int], cache: KeepCache) -> str:
         return tokenizer.decode(generate(model, tokenizer, ids, cache, max_new_tokens=NEW).tokens, True)
 
     def prompt(text: str, fact: Fact, begun: bool = False) -> list[int]:
         return encode(tokenizer, question(text, fact.question), answer=fact.lead if begun else "")
 
-    cache, prompts = KeepCache(model, method, budget), [prompt(hay, fact) for fact in hides]
+    cache, prompts = KeepCache(model, method, budget), [prompt(hay, fact) for fact in hidden_facts]
     start = len(prompts[0]) - 2 * PASSAGE
     with torch.no_grad():
         model(torch.tensor([prompts[0][:start]]), cache=cache, use_cache=True, logits_to_keep=1)
-    for fact, ids in zip(hides, prompts, strict=True):
+    for fact, ids in zip(hidden_facts, prompts, strict=True):
         assert ids[:start] == prompts[0][:start]
         twin = cache.fork()
-        answers = {"endless": said(ids, twin)}
+        answers = {"endless": answer_to(ids, twin)}
         spans = attended(twin)
         twin = cache.fork()
-        answers["endless, begun"] = said(prompt(hay, fact, begun=True), twin)
+        answers["endless, begun"] = answer_to(prompt(hay, fact, begun=True), twin)
         near = [token for low, high in spans for token in ids[low : min(high, len(ids))]]
         place = len(prompt(hay[: hay.index(fact.text)], fact)) - len(prompt("", fact))
         alone = tokenizer.decode(ids[max(0, place - PASSAGE) : place + PASSAGE])
@@ -133,7 +134,7 @@ def ask(loaded: Any, authors: Sequence[Path], number: int, method: str, budget: 
             ("alone", prompt(alone, fact)),
             ("alone, begun", prompt(alone, fact, begun=True)),
         ):
-            answers[name] = said(given, KeepCache(model, "full"))
+            answers[name] = answer_to(given, KeepCache(model, "full"))
         recalled = fact.value in tokenizer.decode(near)
         yield Outcome(
             loaded.name, method, budget, number, author.stem, len(ids), fact.depth, fact.form, fact.value, recalled,
