@@ -120,9 +120,9 @@ class CopiedText:
 
 
 class Rewriting:
-    """A part of the ``text`` that its end writes again, with changes: the source. It is followed token by token. Where
-    the text leaves it, and returns to it soon, the change is learned: tokens, and what was written in their place. The
-    next copies have the same changes."""
+    """A part of the ``text`` that its end writes again, with changes: the source. A match of :data:`GRAM` tokens
+    begins it, and it is followed token by token. Where the text leaves it, and returns to it soon, the change is
+    learned: tokens, and what was written in their place. The next copies have the same changes."""
 
     def __init__(self, text: CopiedText) -> None:
         self._text, self._changes = text, dict[tuple[int, ...], list[int]]()

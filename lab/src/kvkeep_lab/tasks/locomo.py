@@ -59,10 +59,10 @@ class Locomo(Task):
     protocol = (
         "LoCoMo's prompt: all sessions with their dates, read in chunks within the budget. Then each question is asked "
         "to a copy of the cache, so the method does not know it when it evicts entries. Questions of the categories 1 "
-        "to 4; the adversarial ones (5) are left out, because they are multiple choice. Of the chosen questions, those "
-        "are left out whose answer in the file is wrong, by an audit of the ten conversations. F1: that of LoCoMo's "
-        "code, of stemmed words without articles and punctuation; several answers one by one. ln p: the mean of the "
-        "right answer's tokens, given one by one."
+        "to 4; the adversarial ones (5) are left out, because they are multiple choice. A chosen question is left out "
+        "if its answer in the file is wrong, by an audit of the ten conversations. F1: that of LoCoMo's code, of "
+        "stemmed words without articles and punctuation; several answers one by one. ln p: the mean of the right "
+        "answer's tokens, given one by one."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loglik", "ln p a token", "higher", "number"),
