@@ -1,5 +1,5 @@
 """Drafts of a bounded cache in graphs, on a pretended GPU with pretended graphs: they have the bits of drafts without a
-graph, one graph has those of a whole answer, and the exact passes read the host's entries once each."""
+graph, one graph serves a whole answer, and each exact pass reads the host's entries once."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def noted_drafts() -> Iterator[list[Tensor]]:
 def test_answers_and_drafts_have_the_bits_of_those_without_graphs(
     method: str, way: str, graphs: list[CapturedGraph]
 ) -> None:
-    """And one graph has the drafts of all runs, whichever of them are wrong."""
+    """One graph serves the drafts of all runs, whichever of them are wrong."""
     with noted_drafts() as ours:
         found = answer(cache_of(method, **METHODS[method]), way)
     assert len(graphs) == 1 and graphs[0].replays > found.drafted - RUN
@@ -125,13 +125,13 @@ def test_answers_and_drafts_have_the_bits_of_those_without_graphs(
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("method", NOT_CAPTURED)
-def test_other_drafts_run_as_before(method: str, graphs: list[CapturedGraph]) -> None:
+def test_other_drafts_run_without_a_graph(method: str, graphs: list[CapturedGraph]) -> None:
     found = answer(cache_of(method, **NOT_CAPTURED[method]))
     assert found.drafted and not graphs
     assert found.tokens == answer(KeepCache(model_of())).tokens
 
 
-def test_a_budget_that_is_not_full_is_not_captured(graphs: list[CapturedGraph]) -> None:
+def test_drafts_are_not_captured_until_the_budget_is_full(graphs: list[CapturedGraph]) -> None:
     found = answer(cache_of("h2o+verified:5", budget=400))
     assert found.drafted and not graphs
 
@@ -181,7 +181,7 @@ def test_a_conversation_keeps_its_graph(graphs: list[CapturedGraph]) -> None:
         assert found == talk()
 
 
-def test_a_server_with_one_session_uses_them(graphs: list[CapturedGraph]) -> None:
+def test_a_server_with_one_session_drafts_by_a_graph(graphs: list[CapturedGraph]) -> None:
     model, ids, cache = model_of(), text(LENGTH, 1), {"budget": BUDGET, "checkpoint": "kv", "where": "host"}
     engine = Engine(Loaded(model, tokenizer(), "tiny", "tiny"), 10**8, method="h2o+verified:5", **cache)
     client = Client(engine, ids, NEW)
@@ -243,7 +243,7 @@ def test_an_interrupted_draft_leaves_no_drafts(monkeypatch: pytest.MonkeyPatch, 
     assert len(graphs) == 1
 
 
-def test_what_a_capture_takes_is_not_the_price_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_does_not_count_for_the_price_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     prices, read = list[tuple[bool, float | None]](), StepGraph.read
 
     def noted(graph: StepGraph, *given: Any) -> Any:
