@@ -42,7 +42,7 @@ class PassageChoice:
         """The passages that the checkpoint had lost by then: the first of them, and the first after them."""
         self._question = 0, 0, 0  # the slots of the question, and the passages among which it chose
         self._at = 0  # the tokens when the passages were chosen
-        self._cut = False  # the question goes on in the next chunk
+        self._cut = False  # the question goes on in the next chunk; a copy made between the two begins a new one
 
     @property
     def holds(self) -> bool:
