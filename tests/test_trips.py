@@ -33,10 +33,11 @@ LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")
 """The model computes, and is asked once what it can do."""
 CHECKS = (
-    "models/chunks.py", "models/same_text.py", "passes/pass_owner.py", "passes/repeated_steps.py", "step/checks.py",
+    "models/chunks.py", "models/same_text.py", "models/unchanged.py", "passes/pass_owner.py",
+    "passes/repeated_steps.py", "step/checks.py",
 )  # fmt: skip
-"""An input is compared with what its cache has read, a thread and a step are checked, and earlier steps are looked
-for."""
+"""An input is compared with what its cache has read, modules with what they were, a thread and a step are checked, and
+earlier steps are looked for."""
 FILES = ("files.py", "models/folders.py")
 """A checkpoint on disk has a folder."""
 ANSWER = ("engine/sampling.py", "passes/record.py", "stores/dynamic.py", "stock.py", "report.py", "errors.py")
@@ -82,7 +83,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_budget_until_an_entry_is_overwritten(model: Any) -> None:
-    with followed("attention/attend.py", "models/norms.py") as files:  # a prompt's attention and products
+    others = "attention/attend.py", "models/norms.py", "engine/pacing.py"  # of a prompt; and of a text that repeats
+    with followed(*others) as files:
         cache = CacheOptions(budget="64", checkpoint="kv").parse().build(model)
         generate(model, None, prompt(1, 60)[0].tolist(), cache, max_new_tokens=7)
     assert files | {"cli/generate.py"} == listed("`kvkeep generate --budget 512`")

@@ -25,8 +25,8 @@ DATA = ("contracts/", "memory/", "step/plan.py", "passes/record.py", "engine/tok
 """Types of data, rows of tensors, and tables."""
 LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
 """The library is called, whatever it does."""
-CHECKS = ("passes/pass_owner.py", "passes/repeated_steps.py", "step/checks.py")
-"""A thread and a step are checked."""
+CHECKS = ("models/unchanged.py", "passes/pass_owner.py", "passes/repeated_steps.py", "step/checks.py")
+"""Modules, a thread and a step are checked."""
 MODEL = (
     "models/adapter.py", "models/forward.py", "models/norms.py", "models/packed.py", "models/rotary.py",
     "step/sinks.py", "engine/sampling.py",
