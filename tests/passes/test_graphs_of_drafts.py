@@ -131,6 +131,26 @@ def test_other_drafts_run_without_a_graph(method: str, graphs: list[CapturedGrap
     assert found.tokens == answer(KeepCache(model_of())).tokens
 
 
+def test_drafts_that_are_not_planned_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[CapturedGraph]
+) -> None:
+    """Not after runs of one draft either, whose passes are equal: the row of a later draft is another number."""
+    model = model_of("deepseek_v3")  # with latent attention
+    monkeypatch.setattr(model.generation_config, "prompt_lookup_num_tokens", 0)
+
+    def scores() -> list[Tensor]:
+        runs = iter([*[1] * 6, *[RUN] * NEW])
+        monkeypatch.setattr(BoundedDrafts, "_count", lambda drafts, longest: min(longest, next(runs)))
+        with noted_drafts() as found:
+            answer(KeepCache(model, "h2o+verified:5", BUDGET, checkpoint="kv", where="host", chunk=32))
+        return found
+
+    ours = scores()
+    with without_graphs():
+        theirs = scores()
+    assert not graphs and len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
 def test_drafts_are_not_captured_until_the_budget_is_full(graphs: list[CapturedGraph]) -> None:
     found = answer(cache_of("h2o+verified:5", budget=400))
     assert found.drafted and not graphs

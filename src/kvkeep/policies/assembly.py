@@ -218,7 +218,7 @@ class _Builder:
             layer.index: RecurrentState(layer.state_elements, in_order=layer.index in in_order)
             for layer in geometry.recurrent_layers
         }
-        self.draft_passes = DraftPasses(tail, self.ledger, self.device) if tail else None
+        self.draft_passes = DraftPasses(tail, self.ledger, self.device, bind(model).latent) if tail else None
         shared = self.method.recall.shared(self.ledger, self.method.pin)
         self.recalled = shared if self.draft_passes is None else self.draft_passes
 

@@ -232,8 +232,10 @@ class DraftAndVerify(ReadCheckpoint):
         entries in place. A selector that divides the budget makes new tensors in each exact pass, so a graph would
         serve for a few drafts only."""
         resident, banks = layer.resident, layer.resident.banks
-        grows = any(bank.columns < bank.budget for bank in banks)
+        grows = any(not bank.columns or bank.columns < bank.budget for bank in banks)
         if layer.pending is not None or not layer.evicted.idle or resident.selector.divides or grows:
+            return None
+        if not self.passes.uniform:  # the row of a draft is a number
             return None
         return [one for bank, seen in zip(banks, self._seen, strict=True) for one in (bank.keys, bank.values, seen)]
 

@@ -13,11 +13,12 @@ from kvkeep.stores.dynamic import WindowState, noted
 
 
 class DraftPasses:
-    """The draft passes of one cache. tail: the maximum number of tokens that they read in a row."""
+    """The draft passes of one cache. tail: the maximum number of tokens that they read in a row. latent: the cache
+    holds latents, so that no step is planned."""
 
-    def __init__(self, tail: int, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, tail: int, ledger: Ledger, device: torch.device, latent: bool) -> None:
         self.tail, self.ledger, self.device = tail, ledger, device
-        self.uniform = device.type == "cuda"
+        self.uniform = device.type == "cuda" and not latent
         """Whether the steps of all drafts have the same shapes and numbers, so that one graph serves them all."""
         self.active = False
         """Whether the next pass drafts: its tokens attend to resident entries, and are forgotten by :meth:`end`."""
