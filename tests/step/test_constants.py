@@ -10,6 +10,7 @@ from accelerator import DEVICE
 from families import tiny
 from helpers import prompt, step
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep import KeepCache
 from kvkeep.engine.answer import forward_one
@@ -18,6 +19,7 @@ from kvkeep.passes import graphs
 from kvkeep.passes.graphs import StepGraph
 from kvkeep.step import choice
 from kvkeep.step.constants import Constants, on_device
+from kvkeep.step.plan import Span
 
 
 def test_equal_numbers_are_in_the_memory_of_the_pass_before() -> None:
@@ -104,3 +106,23 @@ def test_drafts_launch_kernels_with_the_same_numbers(method: str, monkeypatch: p
         step(model, cache, ids[:, 50:55])
         cache.crop(-3)
     assert all(one == passes[-1] for one in passes[2:]) and len(passes[-1]) >= 2
+
+
+def test_the_host_does_not_wait_until_bounds_and_masks_are_copied() -> None:
+    """Those of entries in buffers are made on the host, for each buffer of each layer."""
+    calls = pytest.importorskip("kvkeep.step.triton.calls")
+    direct = list[bool]()
+
+    class Sent(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            options = kwargs or {}
+            if options.get("device") is not None:
+                direct.append(options.get("non_blocking", False))
+            return func(*args, **options)
+
+    query, bound = torch.empty(2, 1, 1, 16, device="meta"), torch.zeros(1, dtype=torch.int64).expand(2)
+    span = Span(*(torch.empty(2, 8, 16, device="meta") for _ in range(2)), 0, 8)
+    mask = torch.ones(2, 1, 8, dtype=torch.bool)
+    with Sent():
+        calls.GpuCall(query, [span], 1.0, first=bound, stop=bound, shift=bound, mask=mask)
+    assert direct == [True] * 4

@@ -215,6 +215,11 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+def _sent(part: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device. The host does not wait for the copy."""
+    return part.contiguous().to(device, non_blocking=True)
+
+
 class GpuCall:
     """The arguments of one attention, as those of the native library's (:class:`kvkeep.step.native.Call`)."""
 
@@ -233,9 +238,8 @@ class GpuCall:
         lanes, _, queries, _ = query.shape
         self.query, self.scaling, self._sinks = query.contiguous(), scaling, sinks
         self.value_dim: int = spans[0].values.shape[-1]
-        to = query.device
-        bounds = [None if part is None else part.to(to, torch.int32).contiguous() for part in (first, stop, shift)]
-        mask = None if mask is None else mask.to(to).contiguous()
+        bounds = [None if part is None else _sent(part.int(), query.device) for part in (first, stop, shift)]
+        mask = None if mask is None else _sent(mask, query.device)
         self._task = LaneTask(lanes, queries, spans, EVERYTHING if past is None else past, mask=mask, bounds=bounds)
 
     @staticmethod
