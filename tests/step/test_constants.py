@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvkeep import KeepCache
 from kvkeep.engine.answer import forward_one
 from kvkeep.engine.batch import Read
+from kvkeep.errors import KvkeepError
 from kvkeep.passes import graphs
 from kvkeep.passes.graphs import StepGraph
 from kvkeep.step import choice
@@ -32,6 +33,11 @@ def test_equal_numbers_are_in_the_memory_of_the_pass_before() -> None:
     assert first[0] is second[0] is third[0] is last[0] and first[1] is second[1]
     assert third[1] is not first[1] and third[1] is last[1]
     assert on_device([1, 2], DEVICE) is not first[0]
+    constants.fixed = True
+    with constants.used():
+        assert on_device([1, 2], DEVICE) is first[0]
+        with pytest.raises(KvkeepError, match="other numbers"):
+            on_device([3], DEVICE)
 
 
 class NotedKernel:

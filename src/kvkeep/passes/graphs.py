@@ -136,6 +136,8 @@ class StepGraph:
         """Capture the pass, and run it. None, after a warning: that was not possible, and the token is unread."""
         device, length = self._stream.device, self._stream.length
         before = torch.cuda.current_stream(device)
+        assert self._token is not None
+        self._token[2].fixed = True
         try:
             graph = torch.cuda.CUDAGraph()
             # torch's own stream may be of another GPU

@@ -10,19 +10,25 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from kvkeep.errors import KvkeepError
+
 
 class Constants:
     """Lists of numbers, in the order in which a pass gives them to its kernels."""
 
     def __init__(self) -> None:
+        self.fixed = False
+        """Whether a pass is captured: a graph would copy other numbers from the host's memory, when that is freed."""
         self._lists: list[tuple[list[int], Tensor]] = []
         self._next = 0
 
     def tensor(self, numbers: list[int], device: torch.device) -> Tensor:
-        """Return the next list as a tensor: that of the pass before, if it is equal; else a copy from the host, which
-        cannot be captured."""
+        """Return the next list as a tensor: that of the pass before, if it is equal; else a copy from the host. Raises
+        KvkeepError if they are :attr:`fixed`, and differ."""
         place, self._next = self._next, self._next + 1
         if not (place < len(self._lists) and self._lists[place][0] == numbers):
+            if self.fixed:
+                raise KvkeepError("A step that is captured gives its kernels other numbers than the steps before.")
             self._lists[place:] = [(numbers, torch.tensor(numbers).to(device))]
         return self._lists[place][1]
 
