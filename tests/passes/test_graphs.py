@@ -344,7 +344,11 @@ def test_hooks_run_and_weights_are_those_of_the_model(graphs: list[CapturedGraph
         twins.model.model.norm = copy.deepcopy(norm)
         twins.model.model.norm.weight = torch.nn.Parameter(norm.weight / 3, requires_grad=False)
         twins.step(10)
-    assert twins.captured and len(graphs) == 2
+        assert twins.captured and len(graphs) == 2
+        forward = twins.model.model.norm.forward
+        twins.model.model.norm.forward = lambda hidden: forward(hidden) / 2
+        twins.step(10)
+    assert twins.captured and len(graphs) == 3
 
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])

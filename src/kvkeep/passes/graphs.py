@@ -203,12 +203,14 @@ class StepLayout:
 
 
 class ModelParts:
-    """The modules of a model, its parameters and buffers: a graph has their memory, and runs none of their hooks."""
+    """The modules of a model, its parameters and buffers: a graph has their memory, and runs none of their hooks, nor a
+    ``forward`` that replaces that of a module."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         """The model."""
         modules, decoder = [*model.modules()], decoder_of(model)
+        self._attributes = [vars(one) for one in modules]
         parts = [part for one in modules for part in (one._modules, one._parameters, one._buffers)]
         self._tables: list[dict[str, Any]] = [one for one in parts if one]
         self._hooks = [*chain.from_iterable((one._forward_hooks, one._forward_pre_hooks) for one in modules)]
@@ -232,7 +234,8 @@ class ModelParts:
         return same and self._numbers == self._numbers_now()
 
     def _parts(self) -> list[Any]:
-        return [*chain.from_iterable([one.values() for one in self._tables])]
+        replaced = [one.get("forward") for one in self._attributes]  # by accelerate, for one
+        return [*chain.from_iterable([one.values() for one in self._tables]), *replaced]
 
     def _numbers_now(self) -> list[int]:
         modes = torch.is_autocast_enabled("cuda"), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
