@@ -66,7 +66,7 @@ def graphs(gpu: PretendedGpu) -> Iterator[list[CapturedGraph]]:
 
 @memoised
 def model_of(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    return on_gpu(copy.deepcopy(tiny(family)).to(dtype))
+    return on_gpu(tiny.__wrapped__(family).to(dtype))
 
 
 class Twins:
@@ -216,7 +216,7 @@ def test_entries_that_the_cache_has_moved_are_freed() -> None:
 
 
 def test_positions_within_the_cache_begin_again_before_the_models_end(graphs: list[CapturedGraph]) -> None:
-    twins = Twins("streaming-llm", 16, on_gpu(copy.deepcopy(tiny("llama", positions=64))), chunk=16)
+    twins = Twins("streaming-llm", 16, on_gpu(tiny.__wrapped__("llama", positions=64)), chunk=16)
     twins.read(twins.next(40))
     twins.step(140)
     assert twins.captured and len(graphs) == 4
@@ -331,7 +331,7 @@ def test_a_number_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch, graphs: l
 
 
 def test_hooks_run_and_weights_are_those_of_the_model(graphs: list[CapturedGraph]) -> None:
-    twins = full(model=on_gpu(copy.deepcopy(tiny("llama"))))
+    twins = full(model=on_gpu(tiny.__wrapped__("llama")))
     norm, calls = twins.model.model.norm, list[int]()
     with torch.no_grad():
         norm.weight.mul_(2)
