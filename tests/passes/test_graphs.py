@@ -26,7 +26,7 @@ from conftest import tokenizer
 from families import FAMILIES, tiny
 from helpers import prompt
 from pretended_gpu import GPU, PretendedGpu, on_gpu
-from pretended_graphs import CapturedGraph, pretended_graphs
+from pretended_graphs import CapturedGraph
 from torch import Tensor
 
 import kvkeep
@@ -43,6 +43,7 @@ from kvkeep.policies import registry
 from kvkeep.policies.selectors.window import Window
 from kvkeep.serve.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("graphs")
 NOT_CAPTURED = {
     "full": None, "kv-direct": 16, "h2o+checkpoint": 16, "snapkv+verified": 32, "h2o+merge": 16, "quantized": 80,
     "h2o+quantize:4": 80, "kvreviver": 80,
@@ -50,18 +51,6 @@ NOT_CAPTURED = {
 PIN = 5
 BEFORE = 4
 """How many tokens are read without a graph, at most: the first, and those that are compared."""
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[PretendedGpu]:
-    with PretendedGpu() as entered:
-        yield entered
-
-
-@pytest.fixture(autouse=True)
-def graphs(gpu: PretendedGpu) -> Iterator[list[CapturedGraph]]:
-    with pretended_graphs() as made:
-        yield made
 
 
 @memoised

@@ -15,7 +15,7 @@ from conftest import tokenizer
 from families import tiny
 from helpers import Drafted, drafted, prompt
 from pretended_gpu import PretendedGpu, on_gpu
-from pretended_graphs import CapturedGraph, pretended_graphs
+from pretended_graphs import CapturedGraph
 from torch import Tensor
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
@@ -32,6 +32,7 @@ from kvkeep.passes.graphs import StepGraph
 from kvkeep.serve.engine import Engine
 from kvkeep.step import torch as plain
 
+pytestmark = pytest.mark.usefixtures("graphs")
 BUDGET, LENGTH, NEW, RUN = 40, 97, 48, 5
 METHODS = {
     "snapkv:window=4,kernel=3+verified:6": {},
@@ -51,18 +52,6 @@ NOT_CAPTURED = {
     "adakv:window=4,kernel=3+verified:5": {},
 }
 WAYS = {"greedy": Sampling(), "sampled": Sampler(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), sampled=True)}
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> Iterator[PretendedGpu]:
-    with PretendedGpu() as entered:
-        yield entered
-
-
-@pytest.fixture(autouse=True)
-def graphs(gpu: PretendedGpu) -> Iterator[list[CapturedGraph]]:
-    with pretended_graphs() as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)
