@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import lanes_of
 from kvkeep.stores.recurrent_cache import RecurrentCache
 from kvkeep.transfer import fork, lacks
+
+if TYPE_CHECKING:
+    from kvkeep.passes.graphs import StepGraph
 
 
 class KeepCache(RecurrentCache):
@@ -62,7 +65,7 @@ class KeepCache(RecurrentCache):
 
     meter: Meter
     """Bytes and seconds of the cache."""
-    graph: Any
+    graph: StepGraph | None
     """The :class:`~kvkeep.passes.graphs.StepGraph` that reads single tokens; None on a CPU."""
     exact_tokens: int | None
     """The number of tokens up to which a text is exact, for ``endless``; None: exactness does not depend on the length

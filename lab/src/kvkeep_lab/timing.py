@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.engine.answer import forward_one
+from kvkeep.engine.answer import forward_one, graph_for
 from kvkeep.engine.batch import Read
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
@@ -197,7 +197,7 @@ def _measure(
         return
     cache = new_cache(model, case.method, **case.options)
     prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
-    warm_up = WARM_UP if may_be_captured(cache, ids[:, :1]) else 1
+    warm_up = 1 if graph_for(cache, len(ids)) is None else WARM_UP
     for _ in range(warm_up):
         timed(model, ids[:, :1], cache)
     meter = cache.meter if isinstance(cache, KeepCache) else None
@@ -238,7 +238,7 @@ def random_ids(model: Any, length: int, batch: int = 1, seed: int = 0) -> Tensor
 
 def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds by ``clock`` of a pass over ``ids`` (batch, tokens), including its last logits."""
-    token = ids[0].tolist() if may_be_captured(cache, ids) else None
+    token = None if graph_for(cache, ids.numel()) is None else ids[0].tolist()
     synchronize(ids.device)  # excludes the device's earlier work
     start = clock()
     if token is None:
@@ -249,12 +249,6 @@ def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time
         raise logits
     logits[-1, 0].item()  # waits for the device
     return clock() - start
-
-
-def may_be_captured(cache: Any, ids: Tensor) -> bool:
-    """Return whether a graph of CUDA may run the pass over ``ids``."""
-    graph = cache.graph if isinstance(cache, KeepCache) else None
-    return graph is not None and graph.possible and ids.numel() == 1
 
 
 def synchronize(device: torch.device) -> None:

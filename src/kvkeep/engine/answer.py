@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from kvkeep.engine.pieces import AnswerText, TextPiece
 from kvkeep.engine.sampling import NotNumbers, Sampler, Sampling, likeliest
 from kvkeep.models.adapter import decoder_of
 from kvkeep.passes.record import TextRecord
+
+if TYPE_CHECKING:
+    from kvkeep.passes.graphs import StepGraph
 
 CHUNK = 512
 """The number of prompt tokens that one pass reads, if the method allows any number."""
@@ -317,7 +320,8 @@ class Scheduler:
             for number, read in enumerate(reads)
             if self.packed and can_pack(read.cache) and read.cache.geometry.steady(None)
         ]
-        if len(shared) == 1 and _may_be_captured(reads[shared[0]]):
+        single = reads[shared[0]] if len(shared) == 1 else None
+        if single is not None and graph_for(single.cache, len(single.ids), single.keep) is not None:
             shared = []
         if shared:
             with self._priced([turn[number] for number in shared], [reads[number] for number in shared]):
@@ -358,7 +362,8 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
     record = cache.stream.record if isinstance(cache, KeepCache) else TextRecord()
     record.expect_more(read.cut)
     try:
-        if _may_be_captured(read) and (found := cache.graph.read(model, cache, read.ids[0])) is not None:
+        graph = graph_for(cache, len(read.ids), read.keep)
+        if graph is not None and (found := graph.read(model, cache, read.ids[0])) is not None:
             return found
         ids = torch.tensor([[*read.ids]], device=next(model.parameters()).device)
         first = cache.get_seq_length()
@@ -377,10 +382,11 @@ def forward_one(model: Any, read: Read) -> Tensor | Exception:
         record.expect_more(False)
 
 
-def _may_be_captured(read: Read) -> bool:
-    """Return whether a graph of CUDA may run the pass over a read."""
-    graph = read.cache.graph if isinstance(read.cache, KeepCache) else None
-    return graph is not None and graph.possible and len(read.ids) == read.keep == 1
+def graph_for(cache: Any, count: int, keep: int = 1) -> StepGraph | None:
+    """Return what may run the next pass of ``cache``, over ``count`` tokens, as a graph of CUDA; None: nothing. keep:
+    the number of logits that the pass returns."""
+    graph = cache.graph if isinstance(cache, KeepCache) and count == keep == 1 else None
+    return graph if graph is not None and graph.possible else None
 
 
 def chunk_size(cache: KeepCache) -> int:
