@@ -224,10 +224,10 @@ def allocated(cache: KeepCache) -> int:
 
 
 def counted(cache: KeepCache) -> int:
-    """Bytes that a cache says it holds, and those of what each sliding layer keeps of its width."""
+    """Bytes that a cache says it holds."""
     memory = cache.memory()
     held = memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes
-    return held + sum(memory.checkpoint_bytes.values()) + 8 * sum(cache.is_sliding)
+    return held + sum(memory.checkpoint_bytes.values())
 
 
 @contextmanager

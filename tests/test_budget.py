@@ -81,10 +81,10 @@ def test_tokens_are_of_each_full_layer_and_percent_of_the_context_or_of_the_posi
 
 
 def test_bytes_pay_the_windows_first() -> None:
-    window_bytes = 2 * 33 * 64  # 2 sliding layers of 33: 32 entries, and after a step the memory of one more
+    window_bytes = 2 * 48 * 64  # 2 sliding layers of 33: 32 entries, and room for 16 more
     budget = Budget.parse(f"{window_bytes + 100 * 128 + 127}B")
     assert budget.entries(MIXED) == 100
-    assert budget.entries(MIXED, context=10) == 100 + (2 * 23 * 64 + 127) // 128
+    assert budget.entries(MIXED, context=10) == 100 + (2 * 32 * 64 + 127) // 128
     assert budget.entries(FULL) == (window_bytes + 100 * 128 + 127) // 128
 
 
@@ -142,7 +142,7 @@ def test_messages_keep_the_unit_of_the_user() -> None:
         Budget.parse("1KB").entries(FULL)
     with pytest.raises(BudgetError, match=r"less than one chunk of 64; the smallest is 64\."):
         Budget.parse(63).entries(FULL, chunk=64)
-    with pytest.raises(BudgetError, match=r"less than the 4224B that the sliding-window layers hold.*is 6272B"):
+    with pytest.raises(BudgetError, match=r"less than the 6144B that the sliding-window layers hold.*is 8192B"):
         Budget.parse("4KB").entries(MIXED)
 
 

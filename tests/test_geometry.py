@@ -100,7 +100,7 @@ def test_geometry_is_what_a_forward_pass_caches(name: str) -> None:
     batch, tokens, config = 2, 9, tiny_config(name)
     geometry, cache = ModelGeometry.from_config(config), filled_cache(config, tokens, batch)
     assert [layer.kind for layer in geometry.layers] == MODELS[name][2]
-    measured = 0
+    measured = promised = 0
     for index, layer in enumerate(geometry.layers):
         # older transformers leave shared layers out of the cache, newer ones keep a placeholder
         cached = cache.layers[index] if index < len(cache.layers) else SimpleNamespace(keys=None)
@@ -111,8 +111,12 @@ def test_geometry_is_what_a_forward_pass_caches(name: str) -> None:
         assert cached.keys.shape == (batch, layer.kv_heads, entries, layer.key_dim)
         assert cached.values.shape == (batch, layer.kv_heads, entries, layer.value_dim)
         measured += cached.keys.nbytes + cached.values.nbytes
-    promised = tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens, stepped=False)
-    assert measured == batch * promised
+        promised += batch * entries * layer.entry_elements * geometry.dtype_bytes
+    assert measured == promised
+    full = sum(layer.entry_elements for layer in geometry.full_layers) * geometry.dtype_bytes
+    assert geometry.full_bytes_per_token == full and promised <= batch * (
+        tokens * full + geometry.sliding_bytes(tokens)
+    )
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
@@ -152,8 +156,8 @@ def test_gemma_3_has_five_full_and_29_sliding_layers() -> None:
     assert geometry.model_type == "gemma3_text"
     assert [layer.index for layer in geometry.full_layers] == [5, 11, 17, 23, 29]
     assert len(geometry.sliding_layers) == 29
-    assert geometry.sliding_bytes() == 29 * 1024 * 4 * (256 + 256) * 2
-    assert geometry.sliding_bytes(100) == 29 * 100 * 4 * (256 + 256) * 2
+    assert geometry.sliding_bytes() == 29 * (1023 + 64) * 4 * (256 + 256) * 2
+    assert geometry.sliding_bytes(100) == 29 * 128 * 4 * (256 + 256) * 2
     assert geometry.full_bytes_per_token == 5 * 4 * (256 + 256) * 2
     assert geometry.residual_checkpoint_bytes_per_token() == 5 * 2560 * 2
     assert geometry.residual_anchors(6) == (0, 6, 12, 18, 24)

@@ -40,7 +40,15 @@ CHECKS = (
 earlier steps are looked for."""
 FILES = ("files.py", "models/folders.py")
 """A checkpoint on disk has a folder."""
-ANSWER = ("engine/sampling.py", "passes/record.py", "stores/dynamic.py", "stock.py", "report.py", "errors.py")
+ANSWER = (
+    "engine/sampling.py",
+    "passes/record.py",
+    "stores/dynamic.py",
+    "stores/sliding.py",
+    "stock.py",
+    "report.py",
+    "errors.py",
+)
 """Tokens are chosen, figures are taken, and errors are named."""
 NAMES = ("policies/names.py", "policies/specs.py")
 """The names of methods are checked, and their parameters read; these methods have none."""

@@ -180,21 +180,17 @@ class ModelGeometry:
         """Bytes of keys and values per token over the full layers only."""
         return self.dtype_bytes * sum(layer.entry_elements for layer in self.full_layers)
 
-    def sliding_bytes(self, context: int | None = None, *, stepped: bool = True) -> int:
-        """Bytes the sliding layers hold for one sequence of ``context`` tokens (None: windows filled).
-
-        A window of w needs w - 1 entries for the next token. ``stepped``: after a step of one token the memory is that
-        of w, until the next one.
-        """
+    def sliding_bytes(self, context: int | None = None) -> int:
+        """Bytes the sliding layers hold for one sequence of ``context`` tokens (None: windows filled)."""
         return self.dtype_bytes * sum(
-            layer.entry_elements * min(window, window if context is None else context)
+            layer.entry_elements * window_rows(layer.window, context)
             for layer in self.sliding_layers
-            if layer.window is not None and (window := layer.window - (not stepped))
+            if layer.window is not None
         )
 
-    def fixed_bytes(self, context: int | None = None, *, stepped: bool = True) -> int:
+    def fixed_bytes(self, context: int | None = None) -> int:
         """Bytes of one sequence that no budget changes: :meth:`sliding_bytes` and :meth:`recurrent_bytes`."""
-        return self.sliding_bytes(context, stepped=stepped) + self.recurrent_bytes()
+        return self.sliding_bytes(context) + self.recurrent_bytes()
 
     def recurrent_bytes(self) -> int:
         """Bytes of the recurrent states of one sequence. Raises UnsupportedModelError where the config does not tell
@@ -288,6 +284,18 @@ def _source(text: Any, index: int, types: list[str], shared: set[int]) -> int:
     raise UnsupportedModelError(
         f"'{text.model_type}' layer {index} shares the keys of an earlier '{types[index]}' layer, but there is none."
     )
+
+
+def spare_rows(window: int) -> int:
+    """Return the rows that a sliding layer has beside those of the entries that its next token sees. It moves these
+    entries once in so many steps, and a step of several tokens (at most 16) needs as many rows."""
+    return max(16, min(64, window // 4))
+
+
+def window_rows(window: int, length: int | None = None) -> int:
+    """Return the rows of memory of a sliding layer after ``length`` tokens; None: the most."""
+    spare = spare_rows(window)
+    return window - 1 + spare if length is None else min(window - 1 + spare, -(-length // spare) * spare)
 
 
 def _layer(text: Any, index: int, types: list[str], shared: set[int], windows: list[int | None]) -> LayerGeometry:

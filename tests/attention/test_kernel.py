@@ -74,6 +74,9 @@ def test_attention_is_the_reference_however_entries_lie(data: Any, seed: int) ->
     if draw(st.booleans()):
         given["past"] = past = draw(st.integers(0, count))
         seen = seen & (place <= past + asking)
+        if draw(st.booleans()):
+            given["window"] = window = draw(st.integers(1, count + 1))
+            seen = seen & (place > past + asking - window)
     if draw(st.booleans()):
         given["first"] = first = torch.randint(0, count + 1, (lanes,))
         seen = seen & (place >= first[:, None, None])
@@ -102,6 +105,31 @@ def test_attention_is_the_reference_however_entries_lie(data: Any, seed: int) ->
             torch.testing.assert_close(
                 call.received(found[1], last, greatest).double(), share, atol=1e-3 * last, rtol=1e-3
             )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=seeds, count=st.integers(40, 1300), queries=st.integers(1, 40), window=st.integers(1, 1400),
+    padding=st.integers(0, 700), has_sinks=st.booleans(),
+)  # fmt: skip
+def test_a_window_has_the_bits_of_a_mask_and_of_a_query_with_no_other_entries(
+    seed: int, count: int, queries: int, window: int, padding: int, has_sinks: bool
+) -> None:
+    torch.manual_seed(seed)
+    query, sinks = torch.randn(2, 4, queries, 24).bfloat16(), torch.randn(4) if has_sinks else None
+    key, value = (part.unflatten(0, (2, 2)) for part in entries(4, count, 24, 24))
+    first, slots = torch.tensor([min(padding, count - queries), 0]), torch.arange(count)
+    together = attend_all(query, [(key, value)], None, 0.3, 0, first, sinks, window)
+    asking = slots[-queries:, None]
+    mask = (slots <= asking) & (slots > asking - window) & (slots >= first[:, None, None])
+    masked = attend_all(query, [(key, value)], mask[:, None], 0.3, 0, first, sinks)
+    assert together is not None and masked is not None and torch.equal(together, masked)
+    for index in {0, queries // 2, queries - 1}:
+        stop = count - queries + index + 1
+        start = max(0, stop - window)
+        seen = [(key[:, :, start:stop], value[:, :, start:stop])]
+        alone = attend_all(query[:, :, index : index + 1], seen, None, 0.3, start, first, sinks)
+        assert alone is not None and torch.equal(alone, together[:, :, index : index + 1])
 
 
 @settings(max_examples=30, deadline=None)

@@ -24,6 +24,7 @@ from kvkeep.models.mlps import FusedMlp
 from kvkeep.models.norms import FusedNorm
 from kvkeep.models.rotary import rotations_of
 from kvkeep.native.library import _share_threads, kernels, library
+from kvkeep.passes.hooks import ForwardHooks
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", *LAYOUTS)
@@ -111,7 +112,7 @@ def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_other_layouts_have_the_same_bits_for_any_chunk_and_batch(family: str, made: Any) -> None:
     model = made(family, "int8")
-    assert fused(model)[0].all is not None
+    assert fused(model)[0].group is not None
     whole = logits(model, IDS[:1, :45], cache=KeepCache(model, "full"))
     for parts in ((1,) * 45, (2, 1, 30, 1, 11)):
         cache = KeepCache(model, "full")
@@ -145,9 +146,8 @@ def test_a_mixture_has_the_bits_of_its_modules(family: str, tmp_path: Path) -> N
     model: Any = load(saved(mixture(family), tmp_path), weights="int8", device="cpu").model
     mlps = [one.mlp for one in fused(model)]
     assert len(mlps) == model.config.num_hidden_layers and all(one is not None and one.router for one in mlps)
-    layers = fused(model)[0].all
-    assert (layers is None) is (family == "gpt_oss")  # whose attention has sinks
-    assert layers is None or len(layers.tables) == 1
+    layers = fused(model)[0].group
+    assert layers is not None and len(layers.tables) == 1 and layers.layers == fused(model)
     other, mask = by_modules(model), torch.ones_like(IDS)
     mask[0, :9] = 0
     assert torch.equal(logits(model, attention_mask=mask)[:, 9:], logits(other, attention_mask=mask)[:, 9:])
@@ -185,16 +185,35 @@ def test_a_layer_whose_mlp_is_not_the_librarys_ends_before_it(gate: str, tmp_pat
     config = hf.LlamaConfig(**COMMON | {"hidden_act": gate, "intermediate_size": 64}, head_dim=16)
     model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
     assert [layer.mlp for layer in fused(model)] == [None] * 4
-    assert len(fused(model)[0].all.tables) == 4
+    assert len(fused(model)[0].group.tables) == 4
     assert torch.equal(logits(model), logits(by_modules(model)))
 
 
-def test_layers_whose_attention_has_sinks_are_not_one_call(made: Any) -> None:
-    model = copy.deepcopy(made("llama"))
-    layers = fused(model)
-    assert FusedLayers.of(layers, model.model.layers) is not None
-    layers[2].attention.sinks = torch.nn.Parameter(torch.zeros(4))
-    assert FusedLayers.of(layers, model.model.layers) is None
+@pytest.mark.parametrize(("family", "kinds", "calls"), [("gemma3", "sssffsss", [3, 2, 3]), ("gpt_oss", "sfsf", [4])])
+def test_layers_that_are_rotated_alike_are_one_call(
+    family: str, kinds: str, calls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sliding windows, sinks, and angles by the type of a layer: longer than a window, and than its memory."""
+    config = FAMILIES[family]()
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    config.num_hidden_layers, config.layer_types = len(kinds), [names[kind] for kind in kinds]
+    torch.manual_seed(0)
+    model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
+    assert [len(layer.group.layers) for layer in fused(model) if layer.group is not None] == calls
+    whole = logits(model, IDS[:1], cache=KeepCache(model, "full"))
+    for method in ({"method": "full"}, {"method": "kv-direct", "budget": 16, "checkpoint": "kv"}):
+        ran: list[int] = []
+        for together in (True, False):
+            with monkeypatch.context() as patch:
+                counted(patch, ran)
+                if not together:
+                    patch.setattr(ForwardHooks, "every_layer", lambda self: ())
+                for parts in ((5, *(1,) * 55), (30, 16, 14), (50, 1, 2, 4, 3)):
+                    cache = KeepCache(model, **method)
+                    found = [logits(model, ids, cache=cache) for ids in IDS[:1].split(parts, 1)]
+                    assert torch.equal(torch.cat(found, 1), whole)
+        assert ran[: len(calls)] == calls
+        assert len(ran) == len(calls) * (55 + 2 + 4) or method["method"] != "full"  # a full ring ends before others
 
 
 def test_hooks_on_fused_layers_are_called(made: Any) -> None:
@@ -255,6 +274,17 @@ def test_changes_of_a_fused_layer_count(change: str, made: Any) -> None:
     assert not torch.equal(logits(model), before)
     assert_alike(logits(model), logits(plain(model)))
     assert not torch.equal(logits(model, IDS[:1, 9:10], cache=caches[1]), token)
+
+
+def counted(patch: pytest.MonkeyPatch, ran: list[int]) -> None:
+    """Note how many layers each call has run."""
+    call = FusedLayers.__call__
+
+    def noted(self: FusedLayers, *given: Any) -> Tensor:
+        ran.append(len(self.layers))
+        return call(self, *given)
+
+    patch.setattr(FusedLayers, "__call__", noted)
 
 
 def test_the_first_layer_is_the_only_one_called_where_it_runs_all(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,8 +299,9 @@ def test_lanes_of_a_token_may_have_different_entries(sinks: Tensor | None) -> No
     assert torch.equal(alone[:, 1], found[:, 1])
 
 
+@pytest.mark.parametrize("window", [0, 4, 300])
 @pytest.mark.parametrize(("before", "tokens"), [(3, 2), (500, 16), (1030, 5)])
-def test_a_step_of_several_tokens_is_a_step_of_each(before: int, tokens: int) -> None:
+def test_a_step_of_several_tokens_is_a_step_of_each(before: int, tokens: int, window: int) -> None:
     """To the bit, in any blocks; entries that are written get slots and scores."""
     bank, empty = torch.randn(2, 2, before + tokens, 16).bfloat16(), torch.full((2, before + tokens), -1)
     query, key, value = torch.randn(1, 6, tokens + 3, 16).bfloat16(), *torch.randn(2, 1, 2, tokens + 3, 16).bfloat16()
@@ -310,7 +311,9 @@ def test_a_step_of_several_tokens_is_a_step_of_each(before: int, tokens: int) ->
         keys, values, slots, scores = places[way]
         spans = [Span(keys, values, 0, 2), Span(keys, values, 2, before + place + count)]
         append, new_scores = Destination(keys, values, before + place, slots, scores), torch.tensor([0.5, 2.0])
-        return LayerStep(append, 9 + place, attend=spans, seen=seen, new_scores=new_scores, tokens=count)
+        return LayerStep(
+            append, 9 + place, attend=spans, seen=seen, new_scores=new_scores, tokens=count, window=window, first=77
+        )
 
     places = [(*bank.clone(), empty.int(), empty.float()) for _ in range(3)]
     whole, other = (planned(way, 0, tokens) for way in (0, 1))

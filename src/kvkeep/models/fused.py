@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from kvkeep.models.mlps import Mlp, joined, replace_mlps
 from kvkeep.models.norms import FusedNorm, fuse_norm, ours
 from kvkeep.models.packed import PackedLinear, WithPointers
 from kvkeep.models.recurrences import replace_recurrence
-from kvkeep.models.rotary import Rotation, replace_rotary, rotations_of
+from kvkeep.models.rotary import Rotation, has_kinds, replace_rotary, rotations_of
 from kvkeep.models.routers import replace_routers
 from kvkeep.models.unchanged import Unchanged
 from kvkeep.native import structures
@@ -83,9 +83,11 @@ class FusedLayer(WithPointers):
         """The first position whose query grows."""
         self.rotation = Rotation(0, 0)
         """How queries and keys are rotated (:meth:`change`)."""
+        self.sinks = sinks_of(self.attention)
         self.window: int | None = None
         """The number of entries that its attention sees; None: all."""
-        self.all: FusedLayers | None = None  # set in the first layer: runs all layers
+        self.group: FusedLayers | None = None
+        """Runs this layer and those after it that are rotated alike; None where an earlier layer runs it."""
 
     @functools.cached_property
     def struct(self) -> KvLayer:
@@ -97,6 +99,7 @@ class FusedLayer(WithPointers):
             out=out.struct,
             qkv_bias=tuple(array(part.bias) for part in qkv),
             out_bias=array(out.bias),
+            sinks=array(self.sinks),
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -143,7 +146,7 @@ class FusedLayer(WithPointers):
     ) -> Any:
         """Return the result of the layer's original forward."""
         hooks = getattr(cache, "hooks", None)
-        if hooks is not None and hooks.ran_all:
+        if hooks is not None and self.attention.layer_idx < hooks.ran:
             return hidden_states
         interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
         if (
@@ -159,14 +162,14 @@ class FusedLayer(WithPointers):
             return self.plain(hidden_states, *args, **given)
         scales = self._scales(kwargs["position_ids"]) if self.beta else None
         if (
-            self.all is not None
+            self.group is not None
             and scales is None
             and hooks is not None
             and (planned := hooks.every_layer())
-            and self.all.can_run(planned)
+            and self.group.can_run(planned)
         ):
-            hooks.ran_all = True
-            return self.all(hidden_states, position_embeddings, planned, hooks.writes)
+            hooks.ran = self.attention.layer_idx + len(self.group.layers)
+            return self.group(hidden_states, position_embeddings, planned, hooks.writes)
         query, key, value, gate, residual = self._enter(hidden_states, position_embeddings)
         if scales is not None:
             query *= scales
@@ -212,33 +215,27 @@ class FusedLayer(WithPointers):
 
 
 class FusedLayers(WithPointers):
-    """Runs all layers of a decoder in one call, for tokens whose steps are planned in every layer. A call ends at each
-    MLP that modules run."""
+    """Runs layers of a decoder that follow one another in one call, for tokens whose steps are planned in every layer.
+    Their heads have the same shapes, and their rotations the same angles. A call ends at each MLP that modules run."""
 
     pointers = ("tables",)
 
     def __init__(self, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> None:
         self.layers, self._modules = layers, modules
+        first = layers[0].attention.layer_idx
+        self._part = slice(first, first + len(layers))
         self._unchanged = Unchanged([one.layer for one in layers], [norm for one in layers for norm in one.norms])
         self._hooks = [one.layer._forward_hooks for one in layers]
         self._hooks_before = [one.layer._forward_pre_hooks for one in layers]
 
-    @classmethod
-    def of(cls, layers: Sequence[FusedLayer], modules: nn.ModuleList) -> FusedLayers | None:
-        """Return an object that runs ``layers``, those of ``modules``; None if their heads or angles differ, or
-        attention has sinks."""
-        shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.rotation.angles) for one in layers}
-        ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
-        plain = all(sinks_of(one.attention) is None for one in layers)
-        return cls(layers, modules) if len(shapes) == 1 and ordered and plain else None
-
     def can_run(self, planned: Planned) -> bool:
-        """Return whether steps are planned for each of these layers, and no layer is hooked or changed. A cache's
-        hook on the input of a layer does not count."""
+        """Return whether steps are planned for each layer of the decoder, and none of these is hooked or changed. A
+        cache's hook on the input of a layer does not count."""
         layers = {len(steps.planned.by_layer) for steps, _ in planned}
-        if layers != {len(self.layers)} or any(self._hooks) or max(map(len, self._hooks_before)) > 1:
+        if layers != {len(self._modules)} or any(self._hooks) or max(map(len, self._hooks_before)) > 1:
             return False
-        return [one.forward for one in self._modules._modules.values()] == self.layers and self._unchanged()
+        modules = [*self._modules._modules.values()][self._part]
+        return [one.forward for one in modules] == self.layers and self._unchanged()
 
     @functools.cached_property
     def tables(self) -> list[tuple[Any, Any, slice]]:
@@ -248,7 +245,7 @@ class FusedLayers(WithPointers):
             (
                 structures.address_table([one.address for one in self.layers[first:last]]),
                 structures.float_table([one.attention.scaling for one in self.layers[first:last]]),
-                slice(first, last),
+                slice(self._part.start + first, self._part.start + last),
             )
             for first, last in pairwise([0, *ends])
         ]
@@ -258,7 +255,7 @@ class FusedLayers(WithPointers):
         which of them have written."""
         x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].rotation)
         for layers, scaling, part in self.tables:
-            last = self.layers[part][-1]
+            last = self.layers[part.stop - self._part.start - 1]
             normed = torch.empty_like(x) if last.mlp is None else None
             run_layers(layers, scaling, part, planned, writes, x, *turns, normed)
             if normed is not None:
@@ -267,7 +264,7 @@ class FusedLayers(WithPointers):
 
 
 class FusedList(nn.ModuleList):
-    """The layers of a decoder. Its loop over them ends behind the first one if that has run all."""
+    """The layers of a decoder. Its loop over them ends once all of them have run."""
 
     def __getitem__(self, index: Any) -> Any:
         """Return this list itself for a slice of all layers, of which transformers makes a copy in every pass."""
@@ -279,10 +276,9 @@ class FusedList(nn.ModuleList):
 
     def __iter__(self) -> Iterator[Any]:
         attender: Any = current_attender()
-        may_end = not getattr(attender, "ran_all", True)
         for layer in self._modules.values():
             yield layer
-            if may_end and attender.ran_all:
+            if getattr(attender, "ran", 0) == len(self._modules):
                 return
 
 
@@ -321,12 +317,20 @@ def fuse(model: Any, layers: Any) -> int:
                 layer.forward = fused
                 done.append(fused)
                 rotations.sort(key=fused.rotation.__ne__)  # most likely the next layer has the same
-    if done and len(done) == len(layers):
-        done[0].all = FusedLayers.of(done, layers)
+    if done and [one.attention.layer_idx for one in done] == [*range(len(layers))]:
+        for _, found in groupby(done, functools.partial(_alike, model)):
+            members = [*found]
+            members[0].group = FusedLayers(members, layers)
         if type(layers) is nn.ModuleList:
             layers.__class__ = FusedList
     trim_memory()  # releases the joined matrices
     return len(done)
+
+
+def _alike(model: Any, layer: FusedLayer) -> tuple[Any, ...]:
+    """Return what layers that run in one call have in common."""
+    kind = layer.attention.config.layer_types[layer.attention.layer_idx] if has_kinds(model) else None
+    return kind, layer.hidden, layer.heads, layer.kv_heads, layer.dim, layer.rotation.angles
 
 
 @torch.no_grad()

@@ -97,6 +97,11 @@ def rotations_of(model: Any) -> list[Rotation]:
     return [Rotation(part * width, angles, kind) for part, kind in ways for width, angles in widths.items()]
 
 
+def has_kinds(model: Any) -> bool:
+    """Return whether layers of different types of a model rotate by different angles."""
+    return any(isinstance(getattr(module, "rope_type", None), dict) for module in model.modules())
+
+
 def _kinds(module: Any) -> list[str | None]:
     """Return the layer types that a module distinguishes, or [None]; an empty list where frequencies change."""
     stated = getattr(module, "rope_type", "")

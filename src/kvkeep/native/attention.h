@@ -48,14 +48,15 @@ struct AttentionJob {  // the arguments of kvkeep_attend
   int64_t rows() const { return attention->groups * attention->queries; }
   int64_t parts() const { return (rows() + PART_ROWS - 1) / PART_ROWS; }
   int64_t products() const {
-    return attention->lanes * rows() * attention->entries * (attention->dim + attention->value_dim);
+    const int64_t window = attention->window ? attention->window : attention->entries;
+    return attention->lanes * rows() * min64(attention->entries, window) * (attention->dim + attention->value_dim);
   }
   Softmax* softmax_so_far() const { return (Softmax*)state; }
   float* mixes_so_far() const { return state + attention->lanes * rows() * 2; }
 
   // The numbers of the first block of a lane, and of the one behind its last.
   int64_t first_block(int64_t lane) const {
-    return block_of(first_of(*attention, lane) + shift_of(*attention, lane));
+    return block_of(first_seen(*attention, lane, 0) + shift_of(*attention, lane));
   }
   int64_t stop_block(int64_t lane) const {
     return max64(first_block(lane), block_of(attention->entries - 1 + shift_of(*attention, lane))) + 1;

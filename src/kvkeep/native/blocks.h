@@ -23,6 +23,10 @@ INLINE int64_t limit_of(const KvAttention& a, int64_t lane, int64_t query) {
   const int64_t stop = stop_of(a, lane);
   return a.causal_offset < 0 ? stop : min64(stop, a.causal_offset + query + 1);
 }
+INLINE int64_t first_seen(const KvAttention& a, int64_t lane, int64_t query) {
+  const int64_t first = first_of(a, lane);
+  return a.window ? max64(first, a.causal_offset + query + 1 - a.window) : first;
+}
 
 // The number of the block that a place lies in; places before the row's first token are negative.
 INLINE int64_t block_of(int64_t place) {
@@ -33,7 +37,7 @@ struct Span { int64_t low, high; };  // of places in a block
 
 // What a query sees of the block whose place 0 is entry `base`, but for the mask.
 INLINE Span seen_by(const KvAttention& a, int64_t lane, int64_t query, int64_t base) {
-  return {max64(0, first_of(a, lane) - base), min64(BLOCK_ENTRIES, limit_of(a, lane, query) - base)};
+  return {max64(0, first_seen(a, lane, query) - base), min64(BLOCK_ENTRIES, limit_of(a, lane, query) - base)};
 }
 
 // The tiles of a block that any of some rows sees: all its places from low to high, multiples of 32.
@@ -41,7 +45,7 @@ static Span seen_by_rows(const KvAttention& a, int64_t lane, int64_t row, int64_
   int64_t query = row % a.queries, last = query + rows - 1;
   if (last >= a.queries) { query = 0; last = a.queries - 1; }
   const int64_t low = seen_by(a, lane, query, base).low / TILE_ENTRIES * TILE_ENTRIES;
-  const int64_t high = seen_by(a, lane, last, base).high;  // no earlier query sees more
+  const int64_t high = seen_by(a, lane, last, base).high;  // no earlier query sees more, and no later one less
   if (high <= low) return {0, 0};
   return {low, (high + TILE_ENTRIES - 1) / TILE_ENTRIES * TILE_ENTRIES};
 }

@@ -151,6 +151,7 @@ bool entries_fit(const KvAttention& a) {
   RULE(a.value_dim > 0 && a.value_dim <= KV_MAX_DIM, "values must be of a width within KV_MAX_DIM");
   RULE(a.queries > 0 && is_size(a.queries), "an attention must have queries");
   RULE(a.causal_offset <= MAX_SIZE, "a query must see a number of entries");
+  RULE(is_size(a.window) && (!a.window || a.causal_offset >= 0), "a window must end at the entry of a query");
   RULE(a.pieces || !a.piece_count, "an attention must have its pieces");
   int64_t entries = 0;
   bool grouped = false, other = false;
@@ -240,9 +241,10 @@ bool step_fits(const KvStep& step, const Tokens& shared) {
   const KvAttention& a = step.attention;
   if (!entries_fit(a)) return false;
   const int64_t lanes = step.token_lanes ? step.token_lanes : a.lanes, tokens = shared.tokens, heads = shared.heads;
-  RULE(a.queries == 1 || (a.queries <= a.entries && a.causal_offset == a.entries - a.queries && !has(step.received) &&
-                          !has(step.insert.ranks) && !has(step.insert.evicted_slots)),
+  RULE((a.queries == 1 && !a.window) || (a.queries <= a.entries && a.causal_offset == a.entries - a.queries),
        "a step must have one query, or one of each token, which sees the entries up to its own");
+  RULE(a.queries == 1 || (!has(step.received) && !has(step.insert.ranks) && !has(step.insert.evicted_slots)),
+       "steps of several tokens must not rank, and copy nothing beside evicted entries");
   RULE(lanes > 0 && heads % lanes == 0, "query heads must be a multiple of the lanes of a token");
   RULE(step.first_lane >= 0 && step.first_lane <= lanes - a.lanes, "lanes of a step must be lanes of its token");
   RULE(step.token >= 0 && step.token <= tokens - a.queries, "the tokens of a step must be some of the call");
@@ -345,6 +347,7 @@ bool layer_fits(const KvLayer& l) {
   for (int i = 0; i < 3; i++)
     RULE(holds_or_nothing(l.qkv_bias[i], KV_BFLOAT16, l.qkv[i].outputs), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.out_bias, KV_BFLOAT16, l.hidden), "biases must be bfloat16 of each output");
+  RULE(holds_or_nothing(l.sinks, KV_FLOAT32, l.heads), "sinks must be float32 of each head");
   for (const KvArray* norm : {&l.input_norm, &l.post_attention_norm, &l.pre_mlp_norm, &l.post_mlp_norm})
     RULE(holds_or_nothing(*norm, KV_FLOAT32, l.hidden), "weights of norms must be float32 of each channel");
   const auto of_heads = [&](const KvArray& norm, Wide heads) {

@@ -213,7 +213,7 @@ void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_
     step.insert.new_slot += rows;
     a.entries += rows;
     a.pieces[a.piece_count - 1].entries += rows;
-    if (a.queries > 1) a.causal_offset += rows;
+    if (a.causal_offset >= 0) a.causal_offset += rows;
     step.token = token;
     step.number = number;
   }

@@ -151,6 +151,7 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   const KvMlp* mlp;               /* what follows attention; null: the caller runs it */
   KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
+  KvArray sinks;                  /* (heads) float32: those of its attention (KvAttention); or nothing */
   KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32; or nothing */
   KvArray query_norm;             /* of each query head, (dim), or without gates of all, (heads * dim); or nothing */
   KvArray key_norm;               /* of each key head, (dim), or of all at once, (kv_heads * dim); or nothing */
@@ -241,6 +242,7 @@ typedef struct KvAttention { /* queries, and what they attend to */
   int64_t piece_count;       /* how many pieces */
   int64_t entries;           /* of all pieces */
   int64_t causal_offset;     /* query m sees the entries before causal_offset + m + 1; negative: all of them */
+  int64_t window;            /* how many of these a query sees, the last ones; 0: all of them */
   float scaling;             /* what scores are multiplied by */
 } KvAttention;
 
@@ -385,11 +387,10 @@ void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
                                 int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
                                 KvArray lse);
-/* Runs `count` layers of the same heads, whose attention has no sinks, one after the other, for the tokens of some
- * sessions. layers: (count). steps: (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin:
- * (tokens, rotated) bfloat16, for all layers that rotate. x: (tokens, hidden) bfloat16, read and written. normed:
- * nothing; or, where the last layer has no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose
- * output is then missing in x. */
+/* Runs `count` layers of the same heads, one after the other, for the tokens of some sessions. layers: (count). steps:
+ * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, rotated) bfloat16, for
+ * all layers that rotate. x: (tokens, hidden) bfloat16, read and written. normed: nothing; or, where the last layer has
+ * no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose output is then missing in x. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
                            int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x,
                            KvArray normed);

@@ -174,9 +174,9 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
     for (int64_t i = 0; i < count; i++) {
       run_before_attention(*layers[i], x, tokens, 1, numbers<bf16>(cos), numbers<bf16>(sin), false, query, key, value,
                            gate, scratch);
-      run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i], nullptr, attended,
-                lse);
       const KvLayer& layer = *layers[i];
+      run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i],
+                numbers<float>(layer.sinks), attended, lse);
       if (layer.mlp) run_after_attention(layer, attended, gate, x, tokens, x, scratch);
       else run_before_mlp(layer, attended, gate, x, tokens, x, numbers<bf16>(normed));
     }

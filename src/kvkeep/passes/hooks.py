@@ -62,8 +62,8 @@ class ForwardHooks:
 
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
-        self.ran_all = False
-        """All layers of this pass run in one call."""
+        self.ran = 0
+        """The number of the decoder's first layers that calls for several layers have run in this pass."""
         self.writes = Writes()
         """Which planned steps of this pass have written their entries."""
         self._open = False
@@ -246,7 +246,7 @@ class ForwardHooks:
                 keys, values = expand(keys, values)
         if self._readers[layer.source] == layer.index:
             del session.entries[layer.source]
-        if not (stream.masks_itself and layer.kind != "sliding") and query.shape[2] > 1:
+        if not stream.masks_itself and query.shape[2] > 1:
             shape = query.shape[2], keys.shape[2], layer.window
             if shape not in self._masks:
                 self._masks[shape] = _causal(*shape, query.device)
@@ -300,7 +300,7 @@ class ForwardHooks:
             session.cache.compress()
 
     def _close(self) -> None:
-        self._open = self.ran_all = False
+        self._open, self.ran = False, 0
         self._masks = {}
         self._forget_steps()
 

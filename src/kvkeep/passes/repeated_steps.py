@@ -32,8 +32,7 @@ class RepeatedSteps:
     def forget_from(self, length: int) -> None:
         """Forget the steps of pages that a text of ``length`` tokens does not have."""
         for count, steps in [*self._steps.items()]:
-            step = next(iter(steps.by_layer.values()))
-            if step.slot - step.append.row > length:  # the first slot of its page
+            if any(step.slot - step.append.row > length for step in steps.by_layer.values()):  # its page's first slot
                 del self._steps[count]
 
     def forget(self) -> None:

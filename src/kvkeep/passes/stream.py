@@ -75,7 +75,9 @@ class CacheStream:
         self.record, self.owner = TextRecord(), PassOwner()
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
-        self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
+        kinds = ("full", "sliding") if self.exact else ("full",)
+        holding = (layer.index for layer in geometry.layers if layer.kind in kinds)
+        self._single = [index for index in holding if sources.count(index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
         self.disk = DiskChecks(partial(_rows_on_disk, made))
@@ -240,7 +242,7 @@ class CacheStream:
             if (step := layer.plan(count)) is None:
                 continue
             steps[index] = step
-            if self.streams and not self._drafting and (key := layer.resident.group) is not None:
+            if self.streamed(index) and not self._drafting and (key := layer.resident.group) is not None:
                 groups.setdefault((key, step.entries), []).append((index, step, layer.resident))
         for members in groups.values():
             indices, planned, residents = zip(*members, strict=True)
@@ -334,16 +336,20 @@ class CacheStream:
         source = self.geometry.layers[module.layer_idx].source
         layer = self.layers[source]
         pieces = layer.pieces() if self.attends_to_pieces(source) else [(key, value)]
-        start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
-        sinks = sinks_of(module)
-        output = choice.kernels_of(query.device).attend_all(query, pieces, mask, scaling, start, self.first, sinks)
+        window = self.geometry.layers[source].window if layer.is_sliding else None
+        start = 0 if window is None else layer.get_seq_length() - key.shape[2]
+        sinks, kernels = sinks_of(module), choice.kernels_of(query.device)
+        output = kernels.attend_all(query, pieces, mask, scaling, start, self.first, sinks, window)
         if output is not None or mask is not None or not self.masks_itself:
             return output
         if self.attends_to_pieces(source):  # queries of another type
             key, value = layer.keys, layer.values
         # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
-        seen = (slots <= slots[-query.shape[2] :, None])[None, None]
+        queried = slots[-query.shape[2] :, None]
+        seen = (slots <= queried)[None, None]
+        if window is not None:
+            seen = seen & (slots > queried - window)
         if self.first is not None:
             seen = seen & (slots + start >= self.first[:, None])[:, None, None]
         return attend(query, [Segment(key, value, seen)], scaling, sinks)[0]

@@ -94,7 +94,7 @@ def sizes(
     Raises BudgetError if the budget is too small for the method.
     """
     prompt, tokens = tokens, tokens + steps
-    fixed = geometry.fixed_bytes(tokens, stepped=steps > 0 or prompt == 1)
+    fixed = geometry.fixed_bytes(tokens)
     if method.selector.keeps_all:
         reserved = budget if method.budgeted else None
         resident = fixed + (reserved or up(tokens)) * geometry.full_bytes_per_token

@@ -29,13 +29,14 @@ from kvkeep.stores.checkpoints.prices import price_of_residuals
 from kvkeep.stores.checkpoints.residuals import ResidualCheckpoint
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.checkpoints.staged import StagedCheckpoint, stages
-from kvkeep.stores.dynamic import SlidingLayer, holding_of
+from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.in_order import InOrder, Newest
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.draft_passes import DraftPasses
 from kvkeep.stores.recurrent import RecurrentState
 from kvkeep.stores.resident.cache_positions import CachePositions
 from kvkeep.stores.resident.selected import Selected
+from kvkeep.stores.sliding import SlidingLayer
 
 
 @dataclass(frozen=True)

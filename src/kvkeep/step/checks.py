@@ -108,7 +108,7 @@ def check_beside(one: Destination, lanes: int, source: Destination | None = None
 
 def check_token(step: LayerStep, bank: StepShape, entries: int) -> None:
     """Check what changes with every token. entries: those that the last query attends to."""
-    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, tokens, evicts, place = step
+    append, slot, ranks, _, new_scores, evict, _, _, reduce, received, _, _, tokens, evicts, place, *_ = step
     if tokens != 1 and not (
         0 < tokens <= entries and ranks is None and (evict is None or evict.slots is None) and not reduce
     ):

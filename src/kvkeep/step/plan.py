@@ -263,6 +263,10 @@ class LayerStep(NamedTuple):
     place: Tensor | None = None
     """(1,) int64, on the device: the row of the new entry, instead of ``append.row``, so that all drafts have the same
     numbers. Only in steps of one token that evict nothing, and not for the library."""
+    window: int = 0
+    """Of the entries up to its token's, how many a query attends to, the last ones; 0: all of them."""
+    first: int = 0
+    """The slot of the first entry of :attr:`attend`, if others come before it in the text, and there is a window."""
 
     @property
     def parts(self) -> Sequence[LayerStep]:
@@ -282,8 +286,10 @@ class LayerStep(NamedTuple):
         segments, seen = [span.segment() for span in self.attend], self.seen
         if seen is not None:
             seen = seen[:, None, None, : self.entries]
-        if self.tokens > 1:
+        if self.tokens > 1 or self.window:
             earlier = torch.ones(self.tokens, self.entries, dtype=torch.bool).tril(self.entries - self.tokens)
+            if self.window:
+                earlier = earlier.triu(self.entries - self.tokens - self.window + 1)
             earlier = earlier.to(self.append.keys.device)[None, None]
             seen = earlier if seen is None else seen & earlier
         if seen is None:

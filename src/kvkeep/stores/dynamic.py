@@ -1,17 +1,16 @@
-"""Layers that transformers or the CPU kernel attends to: ``full``, sliding windows."""
+"""Layers that transformers or the CPU kernel attends to: those of ``full``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.contracts.entries import Beginning, EntryState
-from kvkeep.memory.meter import nbytes, storage_bytes
+from kvkeep.memory.meter import nbytes
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.memory.shared_rows import SharedRows
 from kvkeep.step.plan import Destination, FullPages, LayerStep, Span
@@ -194,92 +193,3 @@ class DynamicLayer(CacheLayerMixin):
             for piece in pieces if self.in_pieces else [torch.cat([*pieces], -2)]:
                 rows.adopt(piece)
         self.is_initialized = True
-
-
-class SlidingLayer(DynamicSlidingWindowLayer):
-    """The sliding window of transformers, with memory for the window only.
-
-    transformers keeps the window as a view of the tensor that a step attended to. After a chunk of a prompt, that
-    tensor holds the chunk and the window, in every such layer until its next step.
-    """
-
-    is_kvkeep = True
-    compressed_bytes = bookkeeping_bytes = 0
-    keys: Tensor
-    values: Tensor
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        seen = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[-2] > 1 and not self.record_past:  # a step only adds one entry
-            self.trim()
-        return seen
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise RuntimeError if the window has discarded entries that it needs after a crop."""
-        if not self.is_initialized:
-            return
-        count, left = self.keys.shape[-2], self.cumulative_length + tokens_to_remove
-        if count + tokens_to_remove < min(self.sliding_window - 1, left):
-            raise RuntimeError(
-                f"A sliding window has {count} of {self.cumulative_length} entries, and cannot go back "
-                f"{-tokens_to_remove}; call activate_past_recording() before the tokens that may be removed."
-            )
-
-    def trim(self) -> None:
-        """Copy the window out of the larger tensor that it is a view of."""
-        window = slice(-self.sliding_window + 1, None)
-        self.keys, self.values = self.keys[:, :, window].clone(), self.values[:, :, window].clone()
-
-    def select(self, index: Tensor) -> None:
-        if self.is_initialized:
-            self.reorder_cache(index)
-
-    @property
-    def rows(self) -> int:
-        return len(self.keys) if self.is_initialized else 0
-
-    @property
-    def resident_bytes(self) -> int:
-        return storage_bytes(self.keys, self.values) if self.is_initialized else 0
-
-    def entry_states(self, length: int, batch: int) -> Tensor:
-        heads, window = (self.keys.shape[1], self.keys.shape[2]) if self.is_initialized else (1, 0)
-        codes = torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
-        codes[..., : max(0, length - window)] = EntryState.DROPPED
-        return codes
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the window, without other recorded entries."""
-        window = slice(-self.sliding_window + 1, None)
-        return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
-
-    def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Replace the window by that of a text of ``length`` tokens."""
-        self.is_initialized, self.cumulative_length = False, 0
-        if state:
-            self.update(state["keys"], state["values"])
-            self.cumulative_length = length
-
-
-@dataclass
-class WindowState:
-    """A layer with a sliding window, and the window's state at the time of the copy. Tokens that are read and then
-    removed must not move the window."""
-
-    layer: SlidingLayer
-    keys: Tensor
-    values: Tensor
-    length: int
-    recorded: bool
-
-    def restore(self) -> None:
-        """Restore this state in the layer."""
-        self.layer.keys, self.layer.values = self.keys, self.values
-        self.layer.cumulative_length, self.layer.record_past = self.length, self.recorded
-
-
-def noted(layers: Sequence[SlidingLayer]) -> list[WindowState]:
-    """Return the present states of layers."""
-    return [
-        WindowState(layer, layer.keys, layer.values, layer.cumulative_length, layer.record_past) for layer in layers
-    ]

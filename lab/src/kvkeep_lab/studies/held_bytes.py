@@ -94,7 +94,7 @@ class HeldBytesStudy(Study):
 
 def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) -> Bytes:
     geometry, memory = cache.geometry, cache.memory()
-    resident, sliding = min(entries, tokens), geometry.sliding_bytes(tokens, stepped=False)
+    resident, sliding = min(entries, tokens), geometry.sliding_bytes(tokens)
     checkpointed = tokens - resident if kind == "kv" else tokens
     of_kind = {
         "kv": geometry.full_bytes_per_token,

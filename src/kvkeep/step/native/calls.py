@@ -24,7 +24,8 @@ class Call:
     query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. first, stop: the
     range of entries that each lane sees, (lanes,) ints. shift: (lanes,) ints that are added to the number of an entry
     to find its place in blocks: the entries before the first given one, minus the padding before the row. mask: (lanes
-    or 1, queries or 1, entries) bool, True is seen. sinks: of each head of a row, (heads,) float32.
+    or 1, queries or 1, entries) bool, True is seen. sinks: of each head of a row, (heads,) float32. window: how many
+    entries before past + m + 1 a query sees, the last ones; None: all.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Call:
         shift: Tensor | None = None,
         mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        window: int | None = None,
     ) -> None:
         lanes, groups, queries, dim = query.shape
         self.query = query.contiguous()
@@ -60,6 +62,7 @@ class Call:
             len(self._table),
             self.entries,
             -1 if past is None else past,
+            window or 0,
             scaling,
         )
 
@@ -272,6 +275,7 @@ def attend_all(
     start: int,
     first: Tensor | None,
     sinks: Tensor | None = None,
+    window: int | None = None,
     call: Any = Call,
 ) -> Tensor | None:
     """Return attention over all entries of a layer at once, (batch, heads, queries, value_dim); None where the kernel
@@ -280,7 +284,8 @@ def attend_all(
     query: (batch, heads, queries, dim). pieces: keys and values in order, (batch, kv_heads, n, dim) each, of the slots
     of the text from ``start`` on; the last ones are the queries' slots. mask: bool, (batch or 1, 1, queries, entries);
     None: causal. first: the first slot of each row that is not padding, (batch,); None without padding. sinks: of each
-    head, (heads,) float32. call: what attends.
+    head, (heads,) float32. window: how many slots a query sees without a mask, its own and those before it; None: all.
+    call: what attends.
     """
     if not all(call.reads(query, *piece) for piece in pieces) or (
         mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)
@@ -298,8 +303,8 @@ def attend_all(
         origin = torch.zeros(batch, dtype=torch.int64) if first is None else first
         shift = (start - origin).repeat_interleave(kv_heads)
         seen = (-shift).clamp(min=0) if mask is None else None
-    past = entries - queries if mask is None else None
-    done = call(grouped, spans, scaling, past, seen, None, shift, mask, sinks).attend(query.dtype)
+    past, window = (entries - queries, window) if mask is None else (None, None)
+    done = call(grouped, spans, scaling, past, seen, None, shift, mask, sinks, window).attend(query.dtype)
     assert done is not None
     output: Tensor = done[0]
     return output.view(batch, heads, queries, -1)

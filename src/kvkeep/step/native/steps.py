@@ -201,6 +201,9 @@ class _Form:
         attention.lanes, attention.queries, attention.causal_offset = self.bank.lanes, step.tokens, -1
         attention.dim, attention.value_dim = self.bank.widths
         attention.pieces, attention.piece_count = address_of(self._table), len(self._table)
+        attention.window, self._shift = step.window, torch.zeros(self.bank.lanes, dtype=torch.int32)
+        if step.window:
+            attention.shift = array(self._shift)
         if step.seen is not None:
             attention.mask = rows(step.seen[:, None])
 
@@ -218,8 +221,10 @@ class _Form:
         if step.place is not None:
             raise BadCall("the library needs the row of a new entry as a number, not as a tensor")
         self._attention.entries = entries
-        if step.tokens > 1:
+        if step.tokens > 1 or step.window:
             self._attention.causal_offset = entries - step.tokens
+        if step.window:
+            self._shift.fill_(step.first)
         insert.column, insert.new_slot, insert.oldest_first = append.row, step.slot, step.oldest
         self.struct.evicts = step.evicts
         if step.ranks is not None:
@@ -245,7 +250,7 @@ where they and the form's other tensors lie (:func:`memory_of`)."""
 
 def _form(step: LayerStep) -> _Form:
     """Return the form of the steps with these tensors and codes, and with the same fields, which is made once."""
-    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, tokens, _, _ = step
+    append, _, ranks, _, new_scores, evict, attend, seen, reduce, received, first_lane, _, tokens, *_ = step
     keys, values, _, *parts = append
     parts += keys, values, seen
     if evict is not None:

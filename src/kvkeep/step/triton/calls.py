@@ -234,12 +234,16 @@ class GpuCall:
         shift: Tensor | None = None,
         mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        window: int | None = None,
     ) -> None:
         lanes, _, queries, _ = query.shape
         self.query, self.scaling, self._sinks = query.contiguous(), scaling, sinks
         self.value_dim: int = spans[0].values.shape[-1]
         bounds = [None if part is None else _sent(part.int(), query.device) for part in (first, stop, shift)]
         mask = None if mask is None else _sent(mask, query.device)
+        if window is not None and past is not None:
+            mask = query.new_ones(1, queries, sum(span.entries for span in spans), dtype=torch.bool)
+            mask = mask.tril(past).triu(past - window + 1)
         self._task = LaneTask(lanes, queries, spans, EVERYTHING if past is None else past, mask=mask, bounds=bounds)
 
     @staticmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
-from kvkeep.stores.dynamic import WindowState, noted
+from kvkeep.stores.sliding import WindowState, noted
 
 
 class DraftPasses:

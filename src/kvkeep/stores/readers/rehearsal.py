@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.recall import Reader
-from kvkeep.stores.dynamic import noted
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.sliding import noted
 
 
 class Rehearsal(Reader):

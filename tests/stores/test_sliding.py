@@ -1,0 +1,139 @@
+"""A layer with a sliding window holds what its next tokens see, in memory of the planned size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.geometry import window_rows
+from kvkeep.stores.sliding import SlidingLayer, noted
+
+KEYS = torch.arange(600.0).view(1, 1, 600, 1).expand(1, 2, 600, 3).contiguous()
+
+ACTS = ("read", "run", "taken back", "noted", "saved")
+
+
+def read(layer: SlidingLayer, count: int) -> None:
+    """Take the next entries, all at once, and check what their tokens see."""
+    start, stop = layer.arrived, layer.arrived + count
+    found = layer.update(KEYS[:, :, start:stop], -KEYS[:, :, start:stop])
+    check(found, layer, start)
+    assert layer.get_seq_length() == stop
+
+
+def run(layer: SlidingLayer, count: int) -> None:
+    """Take the next entries by a planned step."""
+    start = layer.arrived
+    step = layer.plan(count)
+    assert step is not None and step.slot == start and layer.follows(step) == 0
+    (span,), rows = step.attend, slice(step.append.row, step.append.row + count)
+    step.append.keys[:, :, rows], step.append.values[:, :, rows] = (
+        sign * KEYS[:, :, start : start + count] for sign in (1, -1)
+    )
+    for _ in range(count):
+        layer.commit()
+    seen = [part[:, :, span.start : span.stop] for part in (span.keys, span.values)]
+    first = max(0, start - layer.sliding_window + 1)
+    assert step.window == layer.sliding_window and step.first <= first
+    check([part[:, :, first - step.first :] for part in seen], layer, start)
+
+
+def check(found: Any, layer: SlidingLayer, start: int) -> None:
+    """What the tokens from ``start`` on see."""
+    first = max(0, start - layer.sliding_window + 1)
+    for part, sign in zip(found, (1, -1), strict=True):
+        assert torch.equal(part, sign * KEYS[:, :, first : layer.arrived])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    window=st.sampled_from([1, 2, 8, 40, 300]),
+    acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(1, 90)), max_size=12),
+)  # fmt: skip
+def test_tokens_see_their_window_whatever_came_before(window: int, acts: list[tuple[str, int]]) -> None:
+    layer = SlidingLayer(window)
+    read(layer, 3)
+    for act, count in acts:
+        count = min(count, 600 - layer.arrived - 20)
+        if count < 1:
+            break
+        start = layer.arrived
+        if act == "read":
+            read(layer, count)
+        elif act == "run":
+            run(layer, min(count, 16))
+        elif act == "taken back":
+            layer.record_past = True
+            read(layer, count)
+            run(layer, 2)
+            layer.crop(-2 - count // 2)
+            assert layer.record_past
+            layer.record_past = False
+            layer.trim()
+            assert layer.arrived == start + count - count // 2
+        elif act == "noted":
+            (before,) = noted([layer])
+            read(layer, count)
+            for _ in range(20):
+                run(layer, 1)
+            before.restore()
+            assert layer.arrived == start
+        else:
+            state, other = {name: part.clone() for name, part in layer.state().items()}, SlidingLayer(window)
+            other.restore(state, layer.arrived)
+            layer = other
+        assert layer._memory is not None
+        assert layer._memory[0].shape[2] <= window_rows(window)
+        check((layer.keys, layer.values), layer, layer.arrived)
+    read(layer, 1)
+
+
+@pytest.mark.parametrize("chunks", [[40] * 10, [1] * 400, [399, 1], [7] * 50])
+def test_memory_is_as_planned(chunks: list[int]) -> None:
+    layer = SlidingLayer(100)
+    for count in chunks:
+        read(layer, count)
+        assert layer.resident_bytes == 2 * 2 * 3 * 4 * window_rows(100, layer.arrived)
+
+
+def test_discarded_entries_are_not_there_to_go_back_to() -> None:
+    layer = SlidingLayer(8)
+    read(layer, 7)
+    layer.check_crop(-7)
+    read(layer, 1)
+    for count in (1, 5):
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            layer.crop(-count)
+    assert layer.arrived == 8
+    layer.activate_past_recording()
+    read(layer, 30)
+    layer.crop(-30)
+    with pytest.raises(RuntimeError, match="7 of 8 entries, and cannot go back 1"):
+        layer.crop(-1)
+
+
+def test_a_step_is_the_next_one_as_long_as_the_memory_is_the_same() -> None:
+    layer = SlidingLayer(64)
+    read(layer, 200)
+    step = layer.plan(2)
+    assert step is not None
+    for count in range(15):
+        assert layer.follows(step) == count
+        run(layer, 1)
+    assert layer.follows(step) is None
+    read(layer, 20)
+    assert layer.follows(step) is None and (again := layer.plan(2)) is not None
+    assert again.append.keys is not step.append.keys
+
+
+def test_several_rows_and_a_gpu_plan_no_steps() -> None:
+    several, empty = SlidingLayer(8), SlidingLayer(8)
+    several.update(*(KEYS[:, :, :5].expand(2, -1, -1, -1) for _ in "kv"))
+    assert several.plan() is None and empty.plan() is None
+    before = several.keys.clone()
+    several.select(torch.tensor([1, 1, 0]))
+    assert several.rows == 3 and torch.equal(several.keys[:2], before)
