@@ -21,7 +21,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 from transformers.modeling_utils import AttentionInterface
 
 from kvkeep.errors import UnsupportedModelError
@@ -130,12 +135,35 @@ def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
     attender = current_attender()
     if getattr(attender, "packed", False):
         return None  # each session's attention has a separate mask
-    if getattr(attender, "masks_itself", False) and kwargs.get("mask_function") is causal_mask_function:
+    if getattr(attender, "masks_itself", False) and _is_causal(kwargs.get("mask_function")):
         return None
     return sdpa_mask(*args, **kwargs)
 
 
 AttentionMaskInterface.register(NAME, mask_forward)
+
+
+def _is_causal(mask_function: Any) -> bool:
+    """Return whether a mask shows each token all tokens up to it, or those in a sliding window."""
+    if mask_function is causal_mask_function:
+        return True
+    code, parts = _parts(mask_function)
+    return code is _SLIDING[0] and [_parts(one)[0] for one in parts] == _SLIDING[1]
+
+
+def _parts(mask_function: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the code of a mask function of transformers, and the functions that it combines."""
+    inner = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    return getattr(mask_function, "__code__", None), inner[0] if inner and isinstance(inner[0], tuple) else ()
+
+
+def _sliding() -> tuple[Any, list[Any]]:
+    code, parts = _parts(sliding_window_causal_mask_function(1))
+    return code, [_parts(one)[0] for one in parts]
+
+
+_SLIDING = _sliding()
+"""The code of the mask functions of sliding windows, and of those that each of them combines."""
 
 
 class Replacement(partial[Any]):
