@@ -208,6 +208,11 @@ class Binding:
                     f"'{model.config.model_type}' does not use transformers' attention interface, which bounded caches "
                     "need; use method 'full'."
                 )
+            for module in self.decoder.modules():  # a layer that was copied from another model has a config of its own
+                config: Any = getattr(module, "config", None)
+                if (before := getattr(config, "_attn_implementation", NAME)) != NAME:
+                    undo.callback(setattr, config, "_attn_implementation", before)
+                    config._attn_implementation = NAME
             for index, layer in enumerate(layers):
                 undo.enter_context(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
             adapter = Adapter(model)
