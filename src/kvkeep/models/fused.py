@@ -318,7 +318,7 @@ def fuse(model: Any, layers: Any) -> int:
                 done.append(fused)
                 rotations.sort(key=fused.rotation.__ne__)  # most likely the next layer has the same
     if done and [one.attention.layer_idx for one in done] == [*range(len(layers))]:
-        for _, found in groupby(done, functools.partial(_alike, model)):
+        for _, found in groupby(done, functools.partial(_common, model)):
             members = [*found]
             members[0].group = FusedLayers(members, layers)
         if type(layers) is nn.ModuleList:
@@ -327,7 +327,7 @@ def fuse(model: Any, layers: Any) -> int:
     return len(done)
 
 
-def _alike(model: Any, layer: FusedLayer) -> tuple[Any, ...]:
+def _common(model: Any, layer: FusedLayer) -> tuple[Any, ...]:
     """Return what layers that run in one call have in common."""
     kind = layer.attention.config.layer_types[layer.attention.layer_idx] if has_kinds(model) else None
     return kind, layer.hidden, layer.heads, layer.kv_heads, layer.dim, layer.rotation.angles
