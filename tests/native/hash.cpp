@@ -689,6 +689,20 @@ void hash_attention() {
     hash.add(out);
     hash.add(lse);
   });
+  print("attention in a window", [&](Hash& hash) {
+    for (int64_t window : {1, 90, 700}) {
+      Array<bf16> query(LANES * GROUPS * 40 * DIM), out(query.size);
+      Array<float> lse(LANES * GROUPS * 40);
+      fill(query, 5, 45);
+      std::vector<KvPiece> pieces{entries.piece(0, 800)};
+      KvAttention a = attention_of(query, 40, pieces, 760);
+      const int32_t shift[] = {40, -2};
+      a.window = window; a.shift = numbers(shift, 2);
+      done(kvkeep_attend(&a, numbers(out), numbers(lse), NOTHING, 0));
+      hash.add(out);
+      hash.add(lse);
+    }
+  });
   print("attention with sinks", [&](Hash& hash) {  // of two rows of a batch; of heads of one; in two calls
     Array<float> sinks(LANES * GROUPS);
     fill(sinks, 11, 20);
@@ -847,6 +861,11 @@ void hash_sessions() {
     done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
     hash.add(x);
     fourth.add(hash);
+    Array<float> sinks(one.layer.heads);
+    fill(sinks, 85, 20);
+    one.layer.sinks = numbers(sinks);
+    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
+    hash.add(x);
   });
 }
 
