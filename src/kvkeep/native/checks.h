@@ -1,4 +1,4 @@
-// Whether what a function of kvkeep.h is given fits together, compared before it writes anything (checks.cpp).
+// Whether what a function of kvkeep.h is given fits together, compared before it writes anything.
 //
 // Each returns true, or false after it has noted the rule that is broken (kvkeep_broken_rule). Kernels rely on these
 // rules and check nothing themselves. They are compiled once, for all instruction sets.

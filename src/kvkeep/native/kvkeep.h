@@ -5,7 +5,7 @@
  *
  * Memory is the caller's: it must outlive the call, and the library keeps none of it. It comes as a KvArray or as
  * KvRows, with its length and the type of its numbers. Every function that takes them compares all sizes with each
- * other before it writes anything (checks.cpp). Where one does not fit, it returns KV_BAD_CALL and has written nothing.
+ * other before it writes anything (checks.h). Where one does not fit, it returns KV_BAD_CALL and has written nothing.
  * Tables of structures must have as many as the call says. Tensors are row-major; strides count numbers. A lane is one
  * key/value head of one sequence; a group is one of the query heads that share a lane. Kernels may run in several
  * threads at once. */

@@ -1,6 +1,6 @@
 """What a step must keep: a plan that does not fit its tensors is refused before anything is written.
 
-Both executors have these rules. The library compares lengths and types once more (``native/checks.cpp``); only here are
+Both executors have these rules. The library compares lengths and types once more (``native/checks.h``); only here are
 shapes seen, and integers of any size.
 """
 
