@@ -31,9 +31,9 @@ UNLIKE = ("llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3", "qwen3_nex
 """Families that differ in what a cache sees: grouped heads, windows, no rotation, latents, shared layers, fused
 weights, recurrent states (the other two recurrent families run every method in a test of their own)."""
 ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
-PLAIN = ("llama", "mistral", "qwen2", "gpt_oss", "bamba", "falcon_h1")
+PLAIN = ("llama", "mistral", "qwen2", "gemma2", "gpt_oss", "bamba", "falcon_h1")
 """Families with projections of keys by themselves, and no norm after them."""
-ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4", "gpt_oss", *RECURRENT))
+ADVANCING = tuple(family for family in ALL if family not in ("gemma2", "gemma3", "gemma4", "gpt_oss", *RECURRENT))
 """Families whose layers can be run by themselves over old tokens: none keeps a window or a state only."""
 WITHOUT_LATENTS = tuple(family for family in ALL if family != "deepseek_v3")
 """Families that cache keys and values."""
@@ -115,7 +115,7 @@ CODED, MERGED, SKETCHED = EntryState.QUANTISED, EntryState.MERGED, EntryState.SK
 AHEAD = {
     "budget": 24,
     "chunk": 8,
-    "families": tuple(family for family in ROTARY if family not in ("gemma3", "gpt_oss", *RECURRENT)),
+    "families": tuple(family for family in ROTARY if family not in ("gemma2", "gemma3", "gpt_oss", *RECURRENT)),
 }
 """Of methods that read a chunk twice, which stays whole, and which a window or a recurrent state cannot take back."""
 

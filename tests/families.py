@@ -28,6 +28,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": lambda: hf.MistralConfig(**COMMON, sliding_window=None),
     "qwen2": lambda: hf.Qwen2Config(**COMMON),
     "qwen3": lambda: hf.Qwen3Config(**COMMON, head_dim=16),
+    "gemma2": lambda: hf.Gemma2Config(**_WINDOWS, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
     "gemma3": lambda: hf.Gemma3TextConfig(**_WINDOWS, query_pre_attn_scalar=16),
     "phi3": lambda: hf.Phi3Config(**COMMON),
     "gpt2": lambda: hf.GPT2Config(**GPT, bos_token_id=1, eos_token_id=None, pad_token_id=0),
@@ -63,6 +64,10 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
     "ernie4_5": lambda: hf.Ernie4_5Config(**_WIDE, num_layers=4),  # rotates pairs, and rounds only the sum
     "glm4": lambda: hf.Glm4Config(**_WIDE | _HALF),  # rotates pairs of half of each head
     "glm4_moe": lambda: hf.Glm4MoeConfig(**_WIDE | _HALF, first_k_dense_replace=4, use_qk_norm=True),
+    "gemma2": lambda: hf.Gemma2Config(  # caps scores
+        **_WINDOWS | {"intermediate_size": 64}, query_pre_attn_scalar=1, attn_logit_softcapping=0.5,
+        final_logit_softcapping=None,
+    ),
     "granite": lambda: hf.GraniteConfig(**_WIDE, residual_multiplier=0.3, attention_multiplier=0.2),
     "hunyuan_v1_dense": lambda: hf.HunYuanDenseV1Config(**_WIDE),  # rotates before its norms
     "ministral3": lambda: hf.Ministral3Config(  # scales queries by their position

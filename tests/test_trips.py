@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 DATA = ("contracts/", "memory/", "attention/inputs.py", "step/plan.py", "stores/checkpoints/spec.py", "geometry.py")
 """Types of data, what parts promise, and rows of tensors."""
-MODULES = ("step/sinks.py",)
-"""Each attention module is asked whether it has sinks."""
+MODULES = ("step/sinks.py", "step/scores.py")
+"""Each attention module is asked whether it has sinks, and caps its scores."""
 LIBRARY = ("native/", "step/choice.py", "step/native/__init__.py", "step/native/calls.py", "step/native/entries.py")
 """The library is chosen and called, whatever it does."""
 MODEL = ("models/adapter.py", "models/forward.py", "models/packed.py", "models/rotary.py")

@@ -156,6 +156,17 @@ def test_a_mixture_has_the_bits_of_its_modules(family: str, tmp_path: Path) -> N
         assert torch.equal(*(logits(one, ids, cache=cache) for one, cache in zip((model, other), caches, strict=True)))
 
 
+def test_scores_are_capped_like_those_of_the_modules(made: Any) -> None:
+    model = made("gemma2", "bfloat16")
+    ids, capped, uncapped = IDS[:1], plain(model), plain(model)
+    for layer in uncapped.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    found = logits(model, ids, cache=KeepCache(model, "full"))
+    apart, without = ((found - logits(one, ids)).abs().max() for one in (capped, uncapped))
+    assert_alike(found, logits(capped, ids))
+    assert without > 3 * apart
+
+
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("family", BESIDE_RECURRENT)
 def test_attention_layers_beside_recurrent_ones_are_the_librarys(family: str, made: Any) -> None:

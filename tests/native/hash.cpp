@@ -538,11 +538,13 @@ void attend_rows(const Array<bf16>& query, const KvPiece& piece, int64_t queries
   if (received) done(kvkeep_received(&a, numbers(lse), queries, reduce_max, numbers(*received)));
 }
 
-void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queries, bool causal, bool bounded = false) {
+void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queries, bool causal, bool bounded = false,
+                   float cap = 0) {
   Array<bf16> query(LANES * GROUPS * queries * DIM), out(query.size);
   Array<float> lse(LANES * GROUPS * queries), floats(query.size);
   fill(query, queries, 45);
   KvAttention a = attention_of(query, queries, pieces, -1);
+  a.cap = cap;
   if (causal) a.causal_offset = a.entries - queries;
   const int32_t first[] = {3, 0}, stop[] = {int32_t(a.entries - 1), int32_t(a.entries)}, shift[] = {40, -2};
   if (bounded) { a.first = numbers(first, 2); a.stop = numbers(stop, 2); a.shift = numbers(shift, 2); }
@@ -703,6 +705,10 @@ void hash_attention() {
       hash.add(lse);
     }
   });
+  print("attention with a cap", [&](Hash& hash) {
+    std::vector<KvPiece> pieces{entries.piece(0, 1324)};
+    for (int64_t queries : {1, 7, 40}) add_attention(hash, pieces, queries, queries > 1, false, 0.75f);
+  });
   print("attention with sinks", [&](Hash& hash) {  // of two rows of a batch; of heads of one; in two calls
     Array<float> sinks(LANES * GROUPS);
     fill(sinks, 11, 20);
@@ -840,7 +846,7 @@ void hash_sessions() {
       fill(value, 84, 45);
       for (int by_token = 0; by_token < 2; by_token++) {
         done(kvkeep_attend_sessions(steps, 2, numbers(query), numbers(key), numbers(value), tokens, heads, by_token,
-                                    0.125f, sinks, numbers(out), numbers(lse)));
+                                    0.125f, 0, sinks, numbers(out), numbers(lse)));
         hash.add(out);
         hash.add(lse);
       }
@@ -853,18 +859,19 @@ void hash_sessions() {
     Session first(90, 1), second(91, 0), third(92, 1), fourth(93, 0);
     KvStep *of_one[] = {&first.step, &second.step}, *of_two[] = {&third.step, &fourth.step};
     KvStep* const* steps[] = {of_one, of_two};
-    const float scaling[] = {0.125f, 0.25f};
+    one.layer.scaling = 0.125f;
+    two.layer.scaling = 0.25f;
     const int64_t step_counts[] = {2, 2};
     Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
     fill(x, 94, 40);
     fill_angles(cos, sin, 2, Layer::DIM / 2);
-    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
+    done(kvkeep_run_layers(layers, steps, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
     hash.add(x);
     fourth.add(hash);
     Array<float> sinks(one.layer.heads);
     fill(sinks, 85, 20);
     one.layer.sinks = numbers(sinks);
-    done(kvkeep_run_layers(layers, steps, scaling, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
+    done(kvkeep_run_layers(layers, steps, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
     hash.add(x);
   });
 }

@@ -39,7 +39,6 @@ from kvkeep.native.structures import (
     address_table,
     array,
     count_table,
-    float_table,
     piece_table,
     rows,
 )
@@ -316,7 +315,7 @@ class Step:
             attention, self.insert, array(self.numbers("received", torch.zeros(LANES, COLUMNS))), evicts=1
         )
         self.query, self.heads, self.tokens = bfloat16(1, HEADS, DIM), HEADS, 1
-        self.sinks = torch.zeros(HEADS)
+        self.sinks, self.cap = torch.zeros(HEADS), 0.0
         self.out, self.lse = self.numbers("out", bfloat16(1, HEADS, DIM)), self.numbers("lse", torch.zeros(1, HEADS))
 
     def write(self) -> None:
@@ -326,7 +325,7 @@ class Step:
         table = address_table([address_of(self.step)])
         kernels().kvkeep_attend_sessions(
             address_of(table), 1, self.query, self.new_keys, self.new_values, self.tokens, self.heads, 0, 0.2,
-            self.sinks, self.out, self.lse,
+            self.cap, self.sinks, self.out, self.lse,
         )  # type: ignore[attr-defined]  # fmt: skip
 
 
@@ -557,6 +556,7 @@ class Layer:
         ("struct.input_norm", short(torch.ones(64))),
         ("struct.query_norm", short(torch.ones(DIM))),
         ("struct.key_norm", short(torch.ones(LANES * DIM))),
+        ("struct.cap", -1.0),
         ("struct.rotated", DIM + 2),
         ("struct.rotated", DIM - 1),
         ("struct.rotation", 3),
@@ -661,10 +661,10 @@ def test_what_lies_beside_the_matrices_of_an_mlp_is_checked() -> None:
 def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
     def run(layer: Layer, step: Step, tokens: int = 1, cos: Tensor | None = None, normed: Tensor | None = None) -> None:
         layers, tables = address_table([address_of(layer.struct)]), address_table([address_of(step.step)])
-        by_layer, scaling, counts = address_table([address_of(tables)]), float_table([0.2]), count_table([1])
+        by_layer, counts = address_table([address_of(tables)]), count_table([1])
         cos = bfloat16(tokens, DIM) if cos is None else cos
         kernels().kvkeep_run_layers(
-            address_of(layers), address_of(by_layer), address_of(scaling), 1, address_of(counts), cos,
+            address_of(layers), address_of(by_layer), 1, address_of(counts), cos,
             bfloat16(tokens, DIM), layer.y[:tokens], normed,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.step.sinks import attend_with_sinks, sinks_of
+from kvkeep.step.sinks import attend_beyond_sdpa, sinks_of
 
 HEADS, KV_HEADS, DIM, SCALING = 4, 2, 8, 0.3
 
@@ -34,10 +34,10 @@ def test_attention_over_all_entries(queries: int) -> None:
     causal = (torch.arange(9) <= torch.arange(9 - queries, 9)[:, None])[None, None]
     given = torch.rand(2, 1, queries, 9) > 0.4
     for mask, seen in ((None, causal), (given, given)):
-        found = attend_with_sinks(module(), query, key, value, mask, SCALING)
+        found = attend_beyond_sdpa(module(), query, key, value, mask, SCALING)
         assert found is not None
         torch.testing.assert_close(found.double(), expected(query, key, value, seen), atol=1e-5, rtol=1e-4)
-    assert attend_with_sinks(module(sinks=False), query, key, value, None, SCALING) is None
+    assert attend_beyond_sdpa(module(sinks=False), query, key, value, None, SCALING) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,7 +65,7 @@ def test_sinks_learn() -> None:
     made = module()
     made.sinks.requires_grad_()
     query, key = torch.randn(1, HEADS, 3, DIM), torch.randn(1, KV_HEADS, 3, DIM)
-    found = attend_with_sinks(made, query, key, key, None, SCALING)
+    found = attend_beyond_sdpa(made, query, key, key, None, SCALING)
     assert found is not None
     found.sum().backward()
     assert made.sinks.grad is not None and float(made.sinks.grad.abs().min()) > 0

@@ -33,6 +33,7 @@ from kvkeep.native.structures import BLOCK_ENTRIES
 from kvkeep.step import choice, native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import Destination, FullPages, JoinedSpans, LayerStep, Segment, Span
+from kvkeep.step.scores import Scaling
 
 pytest.importorskip("triton")
 
@@ -122,11 +123,11 @@ class Text:
         """The attention of its last tokens over its entries, where ``spans`` have them."""
         return kernels.run([planned(spans, self.tokens, **more)], [0], *self.given, 0.3)
 
-    def wanted(self, sinks: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    def wanted(self, sinks: Tensor | None = None, seen: Tensor | None = None, scaling: float = 0.3) -> Tensor:
         """The same by plain operations, in float32."""
         spans = [Span(self.keys.float(), self.values.float(), 0, self.keys.shape[1])]
         one = planned(spans, self.tokens, seen=seen)
-        return plain.run([one], [0], *(part.float() for part in self.given), 0.3, sinks)
+        return plain.run([one], [0], *(part.float() for part in self.given), scaling, sinks)
 
     def assert_near(self, found: Tensor, wanted: Tensor) -> None:
         assert found.dtype == self.query.dtype
@@ -146,13 +147,14 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "text": Text(entries, tokens, dtype=draw(st.sampled_from(DTYPES)), seed=draw(st.integers(0, 9)), **shape),
         "stops": stops, "sinks": draw(st.booleans()), "seen": draw(st.booleans()), "joined": draw(st.integers(0, 3)),
+        "scaling": draw(st.sampled_from([0.3, Scaling(0.3, 0.7)])),
     }  # fmt: skip
 
 
 @given(case=cases())
 @settings(max_examples=25, **SLOW)
 def test_a_step_is_near_the_twin(case: dict[str, Any]) -> None:
-    """In any shapes and types, with any pieces, sinks and empty places; the new entries are written."""
+    """In any shapes and types, with any pieces, sinks, caps and empty places; the new entries are written."""
     text, spans = case["text"], pieces(case["text"].keys, case["text"].values, case["stops"])
     lanes, entries = text.keys.shape[:2]
     sinks = randn(lanes * text.groups) if case["sinks"] else None
@@ -166,7 +168,8 @@ def test_a_step_is_near_the_twin(case: dict[str, Any]) -> None:
     if 0 < case["joined"] < len(spans) and all(span.entries for span in spans):
         joined = JoinedSpans(spans[: case["joined"]])
         one = one._replace(attend=[Span(joined, joined.values, 0, joined.shape[2]), *spans[case["joined"] :]])
-    text.assert_near(kernels.run([one], [0], *text.given, 0.3, sinks), text.wanted(sinks, seen))
+    scaling = case["scaling"]
+    text.assert_near(kernels.run([one], [0], *text.given, scaling, sinks), text.wanted(sinks, seen, scaling))
     for part, new in zip(one.append[:2], text.given[1:], strict=True):
         assert torch.equal(part[:, one.append.row : one.append.row + text.tokens], new[0])
 
@@ -450,11 +453,12 @@ for kernel, rows in (
 ):
     names = kernel.arg_names
     signature = {name: "constexpr" if name.isupper() else types.get(name, "i32") for name in names}
-    constants = {(names.index(name),): one for name, one in (shape | {"ROWS": rows}).items() if name in names}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": 8, "enable_fp_fusion": False}
-    for capability in (80, 90):
+    for capability, cap in ((80, 0.0), (90, 0.0), (90, 50.0)):
+        numbers = shape | {"ROWS": rows, "CAP": cap}
+        constants = {(names.index(name),): one for name, one in numbers.items() if name in names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
         assert "fma.rn.f32" not in code
         assert kernel is not kernels.attend_block or "ld.global.v4" in code

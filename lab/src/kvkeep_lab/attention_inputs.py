@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.forward import attending, probing
+from kvkeep.step.scores import scores_of
+from kvkeep.step.sinks import attend_beyond_sdpa
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class Attended:
     def weights(self, queries: Tensor) -> Tensor:
         """Return the attention weights of the queries (positions, int64): (batch, heads, queries, n) float32."""
         keys = grouped(self.key, self.query.shape[1]).float()
-        scores = self.query[:, :, queries].float() @ keys.transpose(-1, -2) * self.scaling
-        return scores.masked_fill_(~self.visible(queries), float("-inf")).softmax(-1)
+        found = scores_of(self.query[:, :, queries].float() @ keys.transpose(-1, -2), self.scaling)
+        return found.masked_fill_(~self.visible(queries), float("-inf")).softmax(-1)
 
 
 def grouped(entries: Tensor, heads: int) -> Tensor:
@@ -66,9 +68,11 @@ class _Watcher:
         if getattr(module, "sinks", None) is not None:
             raise UnsupportedModelError(f"'{type(module).__name__}' has sinks in its attention, and is not recorded.")
         heads = query.shape[1]
-        output = F.scaled_dot_product_attention(
-            query, grouped(key, heads), grouped(value, heads), mask, is_causal=mask is None, scale=scaling
-        )
+        output = attend_beyond_sdpa(module, query, key, value, mask, scaling)
+        if output is None:
+            output = F.scaled_dot_product_attention(
+                query, grouped(key, heads), grouped(value, heads), mask, is_causal=mask is None, scale=scaling
+            )
         layer: Any = module.layer_idx
         self.see(Attended(layer, query, key, value, mask, scaling, output))
         return output

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache
 from kvkeep.errors import UnsupportedModelError, trial
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.forward import attending, probing, set_attender
+from kvkeep.step.scores import CAP
 
 
 class _Taken(Exception):
@@ -287,9 +288,12 @@ def decoder_of(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", model)
 
 
-def has_sinks(decoder: Any) -> bool:
-    """Return whether attention has sinks (:func:`~kvkeep.step.sinks.sinks_of`)."""
-    return any(isinstance(getattr(module, "sinks", None), Tensor) for module in decoder.modules())
+def beyond_sdpa(decoder: Any) -> bool:
+    """Return whether attention has sinks or capped scores, so that transformers does not run it as SDPA."""
+    modules = [*decoder.modules()]
+    return any(
+        isinstance(getattr(one, "sinks", None), Tensor) or getattr(one, CAP, None) is not None for one in modules
+    )
 
 
 def layers_of(decoder: Any) -> nn.ModuleList:

@@ -30,11 +30,12 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import AttentionInterface
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.adapter import Adapter, decoder_of, has_sinks, layers_of
+from kvkeep.models.adapter import Adapter, beyond_sdpa, decoder_of, layers_of
 from kvkeep.models.chunks import all_but_last_chunk, check_input
 from kvkeep.models.forward import Hooks, Reading, current_attender, current_probe, set_attender
 from kvkeep.models.same_text import PREPARE, prepare
-from kvkeep.step.sinks import attend_with_sinks
+from kvkeep.step.scores import Scaling
+from kvkeep.step.sinks import attend_beyond_sdpa
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,12 +73,14 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: streamed for a bounded cache; else SDPA, or
-    :func:`~kvkeep.step.sinks.attend_with_sinks`."""
-    output = _streamed(module, query, key, value, attention_mask, scaling, kwargs)
+    :func:`~kvkeep.step.sinks.attend_beyond_sdpa`."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (cap := kwargs.get("softcap")) is not None:
+        scale = Scaling(scale, cap)
+    output = _streamed(module, query, key, value, attention_mask, scale, kwargs)
     if output is not None:
         return output, None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if (output := attend_with_sinks(module, query, key, value, attention_mask, scale)) is not None:
+    if (output := attend_beyond_sdpa(module, query, key, value, attention_mask, scale)) is not None:
         return output.transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -89,7 +92,7 @@ def _streamed(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scaling: float | None,
+    scaling: float,
     given: dict[str, Any],
 ) -> Tensor | None:
     """Return (batch, queries, heads, value_dim), or None for stock attention."""
@@ -98,15 +101,14 @@ def _streamed(
     if attender is None or layer_idx is None or not attender.attends(layer_idx):
         return None
     sinks = given.get("s_aux")
-    unsupported = [name for name in ("softcap", "position_bias") if given.get(name) is not None]
+    unsupported = [name for name in ("position_bias",) if given.get(name) is not None]
     unsupported += ["s_aux"] if sinks is not None and sinks is not getattr(module, "sinks", None) else []
     for name in unsupported:
         raise UnsupportedModelError(
             f"'{type(module).__name__}' uses '{name}' in its attention, which bounded caches do not support; use "
             "method 'full'."
         )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = attender.attend(module, query, key, value, mask, scale)
+    output = attender.attend(module, query, key, value, mask, scaling)
     return None if output is None else output.transpose(1, 2).contiguous()
 
 
@@ -226,7 +228,7 @@ class Binding:
 
 def _unstreamable(model: Any, decoder: nn.Module) -> str | None:
     """Return why the attention of ``model`` cannot be streamed; None if nothing is known against it."""
-    known = ("sdpa", NAME, "eager") if has_sinks(decoder) else ("sdpa", NAME)
+    known = ("sdpa", NAME, "eager") if beyond_sdpa(decoder) else ("sdpa", NAME)
     if (before := model.config._attn_implementation) not in known:
         return (
             f"runs '{before}' attention, and bounded caches need 'sdpa': load the model with "

@@ -36,6 +36,7 @@ from kvkeep.native.library import kernels, library, trim_memory
 from kvkeep.native.structures import KvLayer, address_of, array
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import Planned, Writes
+from kvkeep.step.scores import CAP
 from kvkeep.step.sinks import sinks_of
 
 
@@ -108,6 +109,8 @@ class FusedLayer(WithPointers):
             rotation=self.rotation.kind,
             rotates_first=self.parts.rotates_first,
             residual_scale=self.parts.residual_scale,
+            scaling=self.attention.scaling,
+            cap=getattr(self.attention, CAP, None) or 0.0,
         )
         mlp = None if self.mlp is None else self.mlp.struct
         if mlp is not None:
@@ -179,6 +182,8 @@ class FusedLayer(WithPointers):
             kwargs["sliding_window"] = self.window
         if hasattr(self.attention, "sinks"):
             kwargs["s_aux"] = self.attention.sinks
+        if hasattr(self.attention, CAP):
+            kwargs["softcap"] = getattr(self.attention, CAP)
         output, _ = interface(
             self.attention, query, key, value, attention_mask, dropout=0.0, scaling=self.attention.scaling, **kwargs
         )
@@ -238,13 +243,12 @@ class FusedLayers(WithPointers):
         return [one.forward for one in modules] == self.layers and self._unchanged()
 
     @functools.cached_property
-    def tables(self) -> list[tuple[Any, Any, slice]]:
-        """Of each call: the layers' addresses, the scaling of each layer's attention, and which layers these are."""
+    def tables(self) -> list[tuple[Any, slice]]:
+        """Of each call: the layers' addresses, and which layers these are."""
         ends = [number for number, one in enumerate(self.layers, 1) if one.mlp is None or number == len(self.layers)]
         return [
             (
                 structures.address_table([one.address for one in self.layers[first:last]]),
-                structures.float_table([one.attention.scaling for one in self.layers[first:last]]),
                 slice(self._part.start + first, self._part.start + last),
             )
             for first, last in pairwise([0, *ends])
@@ -254,10 +258,10 @@ class FusedLayers(WithPointers):
         """Return the output of the last layer. x: (1, tokens, hidden). planned: the steps of the tokens. writes: notes
         which of them have written."""
         x, turns = x.clone(memory_format=torch.contiguous_format), _turns(angles, self.layers[0].rotation)
-        for layers, scaling, part in self.tables:
+        for layers, part in self.tables:
             last = self.layers[part.stop - self._part.start - 1]
             normed = torch.empty_like(x) if last.mlp is None else None
-            run_layers(layers, scaling, part, planned, writes, x, *turns, normed)
+            run_layers(layers, part, planned, writes, x, *turns, normed)
             if normed is not None:
                 x += last.parts.added(normed)
         return x
@@ -374,6 +378,7 @@ def _watched(fused: FusedLayer, forward: Callable[[], Any]) -> tuple[Any, tuple[
             name: one for name, one in kwargs.items() if not (one is None or one is False or isinstance(one, Tensor))
         }
         seen.append((args[:3], given))
+        kwargs.pop("softcap", None)  # SDPA refuses it
         return sdpa_attention_forward(module, *args, **kwargs)
 
     try:

@@ -262,8 +262,8 @@ static void add_needs(KvStep* const* steps, int64_t count, int64_t heads, Needs&
 
 // Runs the steps of a layer, whose needs are reserved.
 static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, const bf16* key, const bf16* value,
-                      int64_t tokens, int64_t heads, int by_token, float scaling, const float* sinks, bf16* out,
-                      float* lse) {
+                      int64_t tokens, int64_t heads, int by_token, float scaling, float cap, const float* sinks,
+                      bf16* out, float* lse) {
   AttentionJob* jobs = (AttentionJob*)kv_scratch(KV_SCRATCH_JOBS, size_t(count) * sizeof(AttentionJob));
   if (!jobs) return;
   int64_t wanted = 0;  // the largest number of lanes of a step whose received attention is wanted
@@ -273,6 +273,7 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
     const int64_t row = token * heads + first * a.groups;
     a.query.data = (void*)(query + row * a.dim);
     a.scaling = scaling;
+    a.cap = cap;
     a.sinks = sinks ? KvArray{(void*)(sinks + first * a.groups), a.lanes * a.groups, KV_FLOAT32} : KvArray{};
     jobs[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0, heads};
     if (steps[i]->received.data) wanted = max64(wanted, a.lanes);
@@ -304,13 +305,13 @@ static void run_steps(KvStep* const* steps, int64_t count, const bf16* query, co
 }
 
 static KvStatus attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
-                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
-                                KvArray lse) {
+                                int64_t tokens, int64_t heads, int by_token, float scaling, float cap, KvArray sinks,
+                                KvArray out, KvArray lse) {
   Needs needs;
   add_needs(steps, count, heads, needs);
   if (!needs.reserve()) return KV_NO_MEMORY;
   run_steps(steps, count, numbers<bf16>(query), numbers<bf16>(key), numbers<bf16>(value), tokens, heads, by_token,
-            scaling, numbers<float>(sinks), numbers<bf16>(out), numbers<float>(lse));
+            scaling, cap, numbers<float>(sinks), numbers<bf16>(out), numbers<float>(lse));
   return KV_DONE;
 }
 

@@ -4,6 +4,11 @@
 
 #include "rules.h"
 
+bool cap_fits(float cap) {
+  RULE(cap >= 0 && cap < __builtin_inff(), "the cap of scores must be positive, or 0 without one");
+  return true;
+}
+
 namespace {
 
 // ---- entries --------------------------------------------------------------------------------------------------------
@@ -136,7 +141,7 @@ bool entries_fit(const KvAttention& a) {
 }
 
 bool attention_fits(const KvAttention& a) {
-  if (!entries_fit(a)) return false;
+  if (!entries_fit(a) || !cap_fits(a.cap)) return false;
   RULE(a.groups > 0 && is_size(a.groups), "an attention must have query heads");
   const Wide rows = Wide(a.lanes) * a.groups * a.queries;
   RULE(rows <= MAX_SIZE && holds(a.query, KV_BFLOAT16, rows * a.dim), "queries must be bfloat16 of each lane and head");
@@ -258,7 +263,9 @@ bool insert_fits(const KvInsert& e, const KvArray& new_keys, const KvArray& new_
 }
 
 bool sessions_fit(KvStep* const* steps, int64_t count, const KvArray& query, const KvArray& key, const KvArray& value,
-                  int64_t tokens, int64_t heads, const KvArray& sinks, const KvArray& out, const KvArray& lse) {
+                  int64_t tokens, int64_t heads, float cap, const KvArray& sinks, const KvArray& out,
+                  const KvArray& lse) {
+  if (!cap_fits(cap)) return false;
   RULE(is_size(count) && is_size(tokens) && is_size(heads), "a call must have steps, tokens and heads");
   RULE(holds_or_nothing(sinks, KV_FLOAT32, heads), "sinks must be float32 of each head");
   const Tokens shared{tokens, heads, query, key, value, out, lse};

@@ -70,6 +70,17 @@ static void mask_scores(const KvAttention& a, int64_t lane, int64_t row, int64_t
     if (!mask[i]) scores[i] = MINUS_INFINITY;
 }
 
+// Scores from .. to become cap * tanh(score / cap), if there is a cap; one that is NaN stays so.
+static void cap_scores(float cap, int64_t from, int64_t to, float* scores) {
+  if (cap == 0.0f) return;
+  const vf zero = vset(0.0f), one = vset(1.0f), limit = vset(cap);
+  for (int64_t i = from; i < to; i += 16) {
+    const vf x = vload(scores + i) / limit, minus = zero - x, small = vexp(vmin(x, minus) + vmin(x, minus));
+    const vf size = (one - small) / (one + small) * limit;
+    vstore(scores + i, vwhere_at_least(x, zero, size, vwhere_at_least(minus, zero, zero - size, x)));
+  }
+}
+
 struct Softmax { float maximum, sum; };  // of a row over some blocks; its mix of values lies beside
 
 // Scores from .. to become weights, exp(score - maximum) rounded to bfloat16; the sum is that of weights not rounded.
@@ -205,6 +216,7 @@ class BlockAttention {
     for (int64_t r = 0; r < rows; r++) {
       const Span seen = spans[r / tile_height];
       float* scores_of_row = scores + r * SCORE_ROW;
+      cap_scores(a.cap, seen.low, seen.high, scores_of_row);
       mask_scores(a, lane, row + r, base, seen.low, seen.high, scores_of_row);
       found[r] = weigh(scores_of_row, seen.low, seen.high);
     }
@@ -241,6 +253,7 @@ class BlockAttention {
         if ((row + r) % a.queries < a.queries - last || lse[r] == MINUS_INFINITY) continue;
         float* received = scores + r * SCORE_ROW;
         const vf minus = vset(lse[r]);
+        cap_scores(a.cap, place, place + TILE_ENTRIES, received);
         mask_scores(a, lane, row + r, base, place, place + TILE_ENTRIES, received);
         for (int64_t i = place; i < place + TILE_ENTRIES; i += 16)
           vstore(received + i, vexp(vload(received + i) - minus));

@@ -41,7 +41,8 @@ bool attend_fits(const KvAttention& attention, const KvArray& out, const KvArray
 bool received_fits(const KvAttention& attention, const KvArray& lse, const KvArray& received);
 bool insert_fits(const KvInsert& insert, const KvArray& new_keys, const KvArray& new_values);
 bool sessions_fit(KvStep* const* steps, int64_t count, const KvArray& query, const KvArray& key, const KvArray& value,
-                  int64_t tokens, int64_t heads, const KvArray& sinks, const KvArray& out, const KvArray& lse);
+                  int64_t tokens, int64_t heads, float cap, const KvArray& sinks, const KvArray& out,
+                  const KvArray& lse);
 bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count, const int64_t* step_counts,
                 const KvArray& cos, const KvArray& sin, const KvArray& x, const KvArray& normed);
 

@@ -220,17 +220,17 @@ void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_
 }
 
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
-                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
-                                KvArray lse) {
-  return run(sessions_fit(steps, count, query, key, value, tokens, heads, sinks, out, lse), [&](auto& kernels) {
-    return kernels.attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, sinks, out, lse);
+                                int64_t tokens, int64_t heads, int by_token, float scaling, float cap, KvArray sinks,
+                                KvArray out, KvArray lse) {
+  return run(sessions_fit(steps, count, query, key, value, tokens, heads, cap, sinks, out, lse), [&](auto& kernels) {
+    return kernels.attend_sessions(steps, count, query, key, value, tokens, heads, by_token, scaling, cap, sinks, out,
+                                   lse);
   });
 }
 
-KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x,
-                           KvArray normed) {
+KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count,
+                           const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x, KvArray normed) {
   return run(layers_fit(layers, steps, count, step_counts, cos, sin, x, normed), [&](auto& kernels) {
-    return kernels.run_layers(layers, steps, scaling, count, step_counts, cos, sin, x, normed);
+    return kernels.run_layers(layers, steps, count, step_counts, cos, sin, x, normed);
   });
 }

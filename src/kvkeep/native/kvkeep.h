@@ -166,6 +166,8 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   int64_t rotation;               /* a KvRotation */
   int64_t rotates_first;          /* 1: queries and keys are rotated before their norms, 0: after them */
   float residual_scale;           /* what attention's and the MLP's output is multiplied by before it is added */
+  float scaling;                  /* of attention, as KvAttention has it */
+  float cap;                      /* the same */
   float eps;                      /* of all norms */
 } KvLayer;
 
@@ -243,7 +245,8 @@ typedef struct KvAttention { /* queries, and what they attend to */
   int64_t entries;           /* of all pieces */
   int64_t causal_offset;     /* query m sees the entries before causal_offset + m + 1; negative: all of them */
   int64_t window;            /* how many of these a query sees, the last ones; 0: all of them */
-  float scaling;             /* what scores are multiplied by */
+  float scaling;             /* what products of queries and keys are multiplied by: scores */
+  float cap;                 /* scores become cap * tanh(score / cap); 0: they stay as they are */
 } KvAttention;
 
 typedef struct KvInsert {  /* a new entry of each lane, and the column of a bank that it takes */
@@ -270,7 +273,7 @@ typedef struct KvInsert {  /* a new entry of each lane, and the column of a bank
 
 typedef struct KvStep {  /* the next token of a session in one layer, or several */
   KvAttention attention; /* after the insert, with a query for each token; of several, each sees the entries up to its
-                            own. The call writes its query, groups, scaling and sinks */
+                            own. The call writes its query, groups, scaling, cap and sinks */
   KvInsert insert;       /* of the first token's entry; those of further ones take the next columns and slots. Of
                             several tokens, nothing beside evicted entries is copied */
   KvArray received;      /* (lanes, entries) float32, written: the attention that each entry received; or nothing */
@@ -385,15 +388,14 @@ void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_
  * nothing. out: (tokens, heads, value_dim). All others are bfloat16. lse: (tokens, heads) float32. The rows of these
  * sessions' tokens are written to out and lse, and no others. */
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
-                                int64_t tokens, int64_t heads, int by_token, float scaling, KvArray sinks, KvArray out,
-                                KvArray lse);
+                                int64_t tokens, int64_t heads, int by_token, float scaling, float cap, KvArray sinks,
+                                KvArray out, KvArray lse);
 /* Runs `count` layers of the same heads, one after the other, for the tokens of some sessions. layers: (count). steps:
- * (count), tables of step_counts[i] steps. scaling: (count), of attention. cos, sin: (tokens, rotated) bfloat16, for
- * all layers that rotate. x: (tokens, hidden) bfloat16, read and written. normed: nothing; or, where the last layer has
- * no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose output is then missing in x. */
-KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x,
-                           KvArray normed);
+ * (count), tables of step_counts[i] steps. cos, sin: (tokens, rotated) bfloat16, for all layers that rotate. x: (tokens,
+ * hidden) bfloat16, read and written. normed: nothing; or, where the last layer has no MLP here, (tokens, hidden)
+ * bfloat16, written: what enters its MLP, whose output is then missing in x. */
+KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count,
+                           const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x, KvArray normed);
 
 /* ---- files in memory --------------------------------------------------------------------------------------------- */
 

@@ -140,9 +140,8 @@ static KvStatus after_attention(const KvLayer* l, KvArray attended, KvArray gate
   return KV_DONE;
 }
 
-static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* steps, const float* scaling,
-                           int64_t count, const int64_t* step_counts, KvArray cos, KvArray sin, KvArray residual,
-                           KvArray normed) {
+static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count,
+                           const int64_t* step_counts, KvArray cos, KvArray sin, KvArray residual, KvArray normed) {
   const KvLayer& l = *layers[0];
   const int64_t tokens = residual.length / l.hidden;
   bf16* x = numbers<bf16>(residual);
@@ -172,10 +171,10 @@ static KvStatus run_layers(const KvLayer* const* layers, KvStep* const* const* s
   bf16* scratch = gate + tokens * gates;
   with_team(tokens <= MAX_DIRECT_ROWS, [&] {
     for (int64_t i = 0; i < count; i++) {
-      run_before_attention(*layers[i], x, tokens, 1, numbers<bf16>(cos), numbers<bf16>(sin), false, query, key, value,
-                           gate, scratch);
       const KvLayer& layer = *layers[i];
-      run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, scaling[i],
+      run_before_attention(layer, x, tokens, 1, numbers<bf16>(cos), numbers<bf16>(sin), false, query, key, value, gate,
+                           scratch);
+      run_steps(steps[i], step_counts[i], query, key, value, tokens, l.heads, 1, layer.scaling, layer.cap,
                 numbers<float>(layer.sinks), attended, lse);
       if (layer.mlp) run_after_attention(layer, attended, gate, x, tokens, x, scratch);
       else run_before_mlp(layer, attended, gate, x, tokens, x, numbers<bf16>(normed));

@@ -80,6 +80,7 @@ bool layer_fits(const KvLayer& l) {
   for (int64_t one : {l.hidden, l.heads, l.kv_heads, l.dim})
     RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
   RULE(l.dim % 2 == 0 && (l.gated == 0 || l.gated == 1), "heads must be of an even width");
+  if (!cap_fits(l.cap)) return false;
   RULE(l.rotated >= 0 && l.rotated <= l.dim && l.rotated % 2 == 0 && l.rotation >= 0 &&
            l.rotation <= KV_EXACT_PAIRS,
        "rotated channels must be pairs of a head, in a way that the library has");

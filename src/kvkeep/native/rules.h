@@ -13,6 +13,7 @@ struct Tokens {
   KvArray query, key, value, out, lse;
 };
 bool step_fits(const KvStep& step, const Tokens& shared);
+bool cap_fits(float cap);
 #pragma GCC visibility pop
 
 typedef __int128 Wide;  // products of sizes do not overflow it

@@ -283,11 +283,6 @@ def count_table(numbers: Sequence[int]) -> Table:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def float_table(numbers: Sequence[float]) -> Table:
-    """Return a table of floats of 32 bits."""
-    return (ctypes.c_float * len(numbers))(*numbers)
-
-
 def piece_table(count: int) -> Table:
     """Return a table of ``count`` empty pieces."""
     return (KvPiece * count)()

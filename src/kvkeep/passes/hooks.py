@@ -24,7 +24,7 @@ from kvkeep.passes.stream import MAX_PLANNED, CacheStream
 from kvkeep.step import choice, native
 from kvkeep.step import torch as plain
 from kvkeep.step.plan import NO_STEPS, LayerStep, MovedSteps, Planned, Writes
-from kvkeep.step.sinks import attend_with_sinks, sinks_of
+from kvkeep.step.sinks import attend_beyond_sdpa, sinks_of
 
 T = TypeVar("T")
 
@@ -255,7 +255,7 @@ class ForwardHooks:
         if stream.attends(layer.index):
             output = stream.attend(module, query, keys, values, mask, scaling)
         if output is None:
-            output = attend_with_sinks(module, query, keys, values, mask, scaling)
+            output = attend_beyond_sdpa(module, query, keys, values, mask, scaling)
         if output is None:
             output = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
         return output

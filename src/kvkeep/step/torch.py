@@ -11,6 +11,7 @@ from kvkeep.errors import BadCall
 from kvkeep.step.checks import check, check_lanes
 from kvkeep.step.plan import Coded, LayerStep, Segment, Writes
 from kvkeep.step.products import flash, operand, product
+from kvkeep.step.scores import cap_of, scores_of
 
 MAX_CODED_QUERIES = 8
 """The maximum number of queries for which codes are multiplied directly; for more, decoding the codes first is cheaper.
@@ -158,9 +159,11 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
             return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
         key, value = key.dense(query.dtype)[:, None], value.dense(query.dtype)[:, None]
     causal = segment.causal and queries > 1
-    if mask is None and (found := flash(query, key, value, causal, scaling)) is not None:
+    plain = not cap_of(scaling)  # torch's kernels cap no scores
+    if plain and mask is None and (found := flash(query, key, value, causal, scaling)) is not None:
         return found
-    groups, by_kernel = heads // key.shape[1], query.device.type == "cpu" and key.shape[-1] == value.shape[-1]
+    groups = heads // key.shape[1]
+    by_kernel = plain and query.device.type == "cpu" and key.shape[-1] == value.shape[-1]
     if causal and by_kernel:
         # The kernel's causal flag applies per head, so keys are repeated instead of stacking queries.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -186,12 +189,12 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
 def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`partial` for coded keys and values."""
     batch, heads, queries, dim = query.shape
-    scores = key.scores(query.reshape(batch, heads * queries, dim)) * scaling
+    found = scores_of(key.scores(query.reshape(batch, heads * queries, dim)), scaling)
     if mask is not None:
-        bias = _bias(mask, scores.dtype) if mask.dtype == torch.bool else mask.float()
-        scores = (scores.view(batch, heads, queries, -1) + bias).flatten(1, 2)
-    lse = scores.logsumexp(-1)
-    return value.mix(torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)), lse
+        bias = _bias(mask, found.dtype) if mask.dtype == torch.bool else mask.float()
+        found = (found.view(batch, heads, queries, -1) + bias).flatten(1, 2)
+    lse = found.logsumexp(-1)
+    return value.mix(torch.exp(found - lse.unsqueeze(-1)).nan_to_num_(0.0)), lse
 
 
 def _by_products(
@@ -199,11 +202,12 @@ def _by_products(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`partial` by two products, for devices and shapes without a kernel that reports lse.
     query: (batch, kv_heads, rows, dim)."""
-    scores = product(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).mul_(scaling).view(*query.shape[:3], -1)
+    products = product(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
+    found = scores_of(products, scaling).view(*query.shape[:3], -1)
     if mask is not None:
-        scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
-    lse = scores.logsumexp(-1)
-    weights = scores.sub_(lse.unsqueeze(-1)).exp_().nan_to_num_(0.0).to(value.dtype)
+        found = found.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else found.add_(mask)
+    lse = found.logsumexp(-1)
+    weights = found.sub_(lse.unsqueeze(-1)).exp_().nan_to_num_(0.0).to(value.dtype)
     return product(weights.flatten(0, 1), value.flatten(0, 1)).view(*query.shape[:3], -1), lse
 
 
@@ -215,12 +219,12 @@ def scored(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and the weights of each segment's entries, as
     :func:`kvkeep.attention.attend_scored`."""
-    scores = [_scores(query, segment, scaling) for segment in segments]
-    parts = scores if sinks is None else [*scores, sink_scores(sinks, query)]
+    found = [_scores(query, segment, scaling) for segment in segments]
+    parts = found if sinks is None else [*found, sink_scores(sinks, query)]
     weights = torch.softmax(parts[0] if len(parts) == 1 else torch.cat(parts, -1), -1)
     if any(segment.mask is not None for segment in segments):
         weights.nan_to_num_(0.0)  # a query may see no entry
-    shares = weights.split([part.shape[-1] for part in parts], -1)[: len(scores)]
+    shares = weights.split([part.shape[-1] for part in parts], -1)[: len(found)]
     output = _mixed(shares[0], segments[0])
     for share, segment in zip(shares[1:], segments[1:], strict=True):
         output = output + _mixed(share, segment)
@@ -234,15 +238,15 @@ def _scores(query: Tensor, segment: Segment, scaling: float) -> Tensor:
     batch, heads, _, dim = query.shape
     if isinstance(segment.key, Tensor):
         key = segment.key.flatten(0, 1)
-        scores = product(query.reshape(len(key), -1, dim), key.transpose(1, 2))
+        products = product(query.reshape(len(key), -1, dim), key.transpose(1, 2))
     else:
-        scores = segment.key.scores(query.squeeze(2))
-    scores = scores.mul_(scaling).view(batch, heads, 1, -1)
+        products = segment.key.scores(query.squeeze(2))
+    found = scores_of(products, scaling).view(batch, heads, 1, -1)
     if segment.mask is None:
-        return scores
+        return found
     if segment.mask.dtype == torch.bool:
-        return scores.masked_fill_(~segment.mask, float("-inf"))
-    return scores + segment.mask
+        return found.masked_fill_(~segment.mask, float("-inf"))
+    return found + segment.mask
 
 
 def _mixed(weights: Tensor, segment: Segment) -> Tensor:
@@ -273,10 +277,10 @@ def received(
         high = min(low + BLOCK, queries)
         block = query[:, :, low:high].reshape(batch * groups, -1, query.shape[-1]).to(keys.dtype)
         bias = lse[:, :, low:high].reshape(batch * groups, -1, 1)
-        scores = product(block, keys).mul_(scaling).sub_(bias)
+        found = scores_of(product(block, keys), scaling).sub_(bias)
         if segment.causal or segment.mask is not None:
-            scores = _masked(scores.view(batch, heads, high - low, -1), segment, low, high)
-        weights = scores.exp_()
+            found = _masked(found.view(batch, heads, high - low, -1), segment, low, high)
+        weights = found.exp_()
         rows = weights.view(batch, -1, weights.shape[-1])
         part = rows.amax(1) if greatest else rows.sum(1)
         total = part if total is None else torch.maximum(total, part) if greatest else total.add_(part)
@@ -284,13 +288,14 @@ def received(
     return total if greatest else total.div_(heads)
 
 
-def _masked(scores: Tensor, segment: Segment, low: int, high: int) -> Tensor:
-    """Apply the segment's mask of queries ``low``..``high``; before exp, which masked scores could overflow."""
+def _masked(found: Tensor, segment: Segment, low: int, high: int) -> Tensor:
+    """Apply the segment's mask of queries ``low``..``high`` to their scores; before exp, which masked ones could
+    overflow."""
     if segment.mask is None:
-        rows = torch.arange(low, high, device=scores.device)
-        return scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) > rows[:, None], float("-inf"))
+        rows = torch.arange(low, high, device=found.device)
+        return found.masked_fill_(torch.arange(found.shape[-1], device=found.device) > rows[:, None], float("-inf"))
     mask = segment.mask if segment.mask.shape[-2] == 1 else segment.mask[..., low:high, :]
-    return scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return found.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else found + mask
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvkeep import EntryState, KeepCache, UsageError
 from kvkeep.attention.inputs import AttentionInputs
+from kvkeep.step.scores import scores_of
 from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
 
@@ -67,7 +68,7 @@ def watched() -> Iterator[list[Call]]:
         real = torch.ones(1, 1, queries, dtype=torch.bool)
         if (visible := layer.ledger.visible_by(layer.heads)) is not None:
             seen, real = seen & visible, visible[..., -queries:].squeeze(1)
-        scores = torch.einsum("lhqd,lsd->lhqs", asked.query.double(), keys) * asked.scaling
+        scores = scores_of(torch.einsum("lhqd,lsd->lhqs", asked.query.double(), keys), asked.scaling)
         sinks = [] if asked.sinks is None else [sink_scores(asked.sinks, asked.query).double()]
 
         def weights(seen: Tensor) -> Tensor:

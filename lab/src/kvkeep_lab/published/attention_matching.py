@@ -33,6 +33,7 @@ from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.models.binding import bind
 from kvkeep.policies.papers import Paper
+from kvkeep.step.scores import scores_of
 from kvkeep.stores.slots import merged_states
 from kvkeep_lab.published.papers import ATTENTION_MATCHING
 
@@ -177,7 +178,7 @@ def _of_lane(text: TextAndQueries, lane: int, slots: Tensor) -> tuple[Tensor, Te
         real = text.real[lane]
         keys, values, slots = keys[real], values[real], real.cumsum(0)[slots] - 1
     queries = text.queries[lane][text.valid[lane]].float()
-    return queries @ keys.T * text.scaling, values, slots
+    return scores_of(queries @ keys.T, text.scaling), values, slots
 
 
 def matched(scores: Tensor, values: Tensor, chosen: Tensor, ridge: float) -> tuple[Tensor, Tensor]:

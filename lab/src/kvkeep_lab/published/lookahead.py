@@ -23,6 +23,7 @@ from kvkeep.errors import UsageError
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
+from kvkeep.step.scores import scores_of
 from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
@@ -111,14 +112,14 @@ class LookaheadPass(Rehearsal):
 def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
     """Return the scores of ``keys``, (lanes, heads, queries, entries) float32. Masked scores are the smallest finite
     number, so that the gradient of a query without visible entries is finite; its value has no meaning."""
-    scores, least = query.float() @ keys.float().transpose(2, 3) * scaling, torch.finfo(torch.float32).min
+    found, least = scores_of(query.float() @ keys.float().transpose(2, 3), scaling), torch.finfo(torch.float32).min
     if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        mask = torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device).tril()
     if mask is None:
-        return scores
+        return found
     if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, least)
-    return (scores + mask).masked_fill(mask == float("-inf"), least)
+        return found.masked_fill(~mask, least)
+    return (found + mask).masked_fill(mask == float("-inf"), least)
 
 
 def _real(ledger: Ledger, past: int) -> Tensor:

@@ -19,6 +19,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
+from kvkeep.step.scores import scores_of
 from kvkeep.step.sinks import sinks_of
 from kvkeep_lab.published.score_file import numbers
 
@@ -82,7 +83,8 @@ class _Recorder:
         targets = key[rows, :, self.places[:, None] + 1 + torch.arange(self.passkey - 1)].transpose(1, 2)
         asking = slice(-self.passkey, -1)
         targets = targets.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        paid = ((query[:, :, asking] * targets).sum(-1).float() * scaling - lse[:, :, asking]).exp().mean((0, 2))
+        found = scores_of((query[:, :, asking] * targets).sum(-1).float(), scaling)
+        paid = (found - lse[:, :, asking]).exp().mean((0, 2))
         heads = self.full[module.layer_idx]
         self.scores[module.layer_idx] = paid.view(heads, -1).amax(1).cpu()
         return output

@@ -26,6 +26,7 @@ from kvkeep.attention import Segment, attend
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.part import Site
 from kvkeep.memory.extent import Extent
+from kvkeep.step.scores import scores_of
 from kvkeep.stores.layer import Layer, observe_evicted
 from kvkeep.stores.readers.backed import Backed
 from kvkeep.stores.slots import compact
@@ -121,7 +122,7 @@ class Selective(Backed):
         if there is None:
             return output, lse, None
         counts = there.unflatten(1, (-1, PAGE)).sum(2)
-        bounds = self.bounds.upper(step.query).mul_(step.scaling)
+        bounds = scores_of(self.bounds.upper(step.query), step.scaling)
         bounds += counts.log()[:, None, None]
         wanted: Tensor | None = None
         if (taken := self.choice.choose(bounds - self._counted(layer, lse)[..., None])) is not None:
@@ -143,9 +144,8 @@ class Selective(Backed):
         there = self._away_by_page(layer)
         if there is None:
             return
-        bounds = (
-            self.bounds.upper(step.query).mul_(step.scaling).sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
-        )
+        bounds = scores_of(self.bounds.upper(step.query), step.scaling)
+        bounds = bounds.sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
         first = layer.ledger.first_by(layer.heads)
         tokens = layer.length if first is None else (layer.length - first).clamp(min=1)
         bring(layer, self.choice.fetch(bounds, tokens, partial(halves, layer.resident), there))

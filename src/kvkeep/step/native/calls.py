@@ -12,6 +12,7 @@ from kvkeep.native.library import kernels
 from kvkeep.native.structures import BLOCK_ENTRIES, KvAttention, address_of, array, rows
 from kvkeep.step.native.entries import can_attend, spans_of, table_of
 from kvkeep.step.plan import Segment, Span
+from kvkeep.step.scores import cap_of
 
 _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
 """The order of segments in scored attention, by layout: tiles begin with codes in groups of a tile."""
@@ -64,6 +65,7 @@ class Call:
             -1 if past is None else past,
             window or 0,
             scaling,
+            cap_of(scaling),
         )
 
     @staticmethod

@@ -29,6 +29,7 @@ from kvkeep.native.structures import (
 from kvkeep.step.checks import bank_of, check_beside, check_lanes, check_token
 from kvkeep.step.native.entries import compiled, memory_of, narrow, table_of
 from kvkeep.step.plan import Destination, LayerStep, MovedSteps, Planned, TextSteps, Writes
+from kvkeep.step.scores import cap_of
 
 
 def can_insert(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
@@ -72,16 +73,15 @@ def run(
     output = torch.empty(1, row, heads, value.shape[3], dtype=torch.bfloat16)
     lse = torch.empty(row, heads)
     (addresses,) = _addresses([steps], tokens, writes or Writes(), (key.shape[1], key.shape[3], value.shape[3]))
-    table = address_table(addresses)
+    table, cap = address_table(addresses), cap_of(scaling)
     kernels().kvkeep_attend_sessions(
-        address_of(table), len(table), query, key, value, row, heads, False, scaling, sinks, output, lse
+        address_of(table), len(table), query, key, value, row, heads, False, scaling, cap, sinks, output, lse
     )
     return output
 
 
 def run_layers(
     layers: Table,
-    scaling: Table,
     part: slice,
     planned: Planned,
     writes: Writes,
@@ -92,10 +92,9 @@ def run_layers(
 ) -> None:
     """Run some layers of a decoder, one after the other, for the next tokens of each of several sessions.
 
-    layers, scaling: the layers in the library's form, and the scaling of their attention. part: their numbers.
-    planned: the steps of the tokens. writes: notes which of them have written. x: (1, tokens, hidden), the residual
-    stream, read and written. cos, sin: (tokens, dim); None: no layer rotates. normed: written where the last layer
-    has no MLP here: what enters its MLP.
+    layers: the layers in the library's form. part: their numbers. planned: the steps of the tokens. writes: notes which
+    of them have written. x: (1, tokens, hidden), the residual stream, read and written. cos, sin: (tokens, dim); None:
+    no layer rotates. normed: written where the last layer has no MLP here: what enters its MLP.
     """
     by_session = [_session(steps, part, token, writes) for steps, token in planned]
     by_layer = [[*chain.from_iterable(one)] for one in zip(*by_session, strict=True)]
@@ -104,7 +103,6 @@ def run_layers(
     kernels().kvkeep_run_layers(
         address_of(layers),
         address_of(tables := address_table(starts[:-1])),
-        address_of(scaling),
         len(tables),
         address_of(counts),
         cos,

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.step import native
 from kvkeep.step.constants import on_device
 from kvkeep.step.plan import Segment, Span, Writes
+from kvkeep.step.scores import cap_of
 from kvkeep.step.triton import kernels
 from kvkeep.step.triton.tables import PageTable, alignment, divided, piece, readable_span
 
@@ -181,7 +182,7 @@ def launch(
     tasks_at, anchor = table[len(before) :], table.view(query.tensor.dtype)
     lse = torch.empty(made.results, dtype=torch.float32, device=device)
     shapes = {"ROWS": rows, "V": padded(value_dim), "VALUE_DIM": value_dim}
-    reads = {"K": padded(dim), "DIM": dim, "ALIGN": alignment(dim, query.tensor.dtype)}
+    reads = {"K": padded(dim), "DIM": dim, "ALIGN": alignment(dim, query.tensor.dtype), "CAP": cap_of(scaling)}
     reads["VALUE_ALIGN"] = alignment(value_dim, query.tensor.dtype)
     counts = lanes, tiles, groups
     queried = query.lane, query.group, query.token

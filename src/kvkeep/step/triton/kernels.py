@@ -131,7 +131,7 @@ def _addresses(tasks, task, start, lane):
 def _attended(
     top, total, acc, query, anchor, tasks, task, lane, token, begin, end, first, stop, scaling,
     ROWS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the entries from ``begin`` to ``end``, in tiles, after those whose highest score, sum of weights and
     sum of weighted values are ``top``, ``total`` and ``acc``. A query sees entries from ``first`` to its own."""
@@ -150,6 +150,8 @@ def _attended(
         key_at, value_at = tl.multiple_of(key_at, ALIGN), tl.multiple_of(value_at, VALUE_ALIGN)
         keys = tl.load(anchor + key_at[None, :] + k[:, None], mask=there[None, :] & (k < DIM)[:, None], other=0.0)
         scores = _product(query, keys, tl.zeros((ROWS, _TILE), tl.float32)) * scaling
+        if CAP != 0:  # cap * tanh(score / cap)
+            scores = CAP * (2.0 * tl.sigmoid(2.0 / CAP * scores) - 1.0)
         seen = there[None, :] & (entry[None, :] < limit[:, None])
         seen &= tl.load(marks + entry[None, :], mask=seen & (mask != 0), other=1) != 0
         scores = tl.where(seen & (scores == scores), scores, float("-inf"))
@@ -257,7 +259,7 @@ def _queries(
 def attend_block(
     tasks, anchor, query, parts, sums, scaling, query_lane, query_group, query_token, lanes, tiles, groups,
     ROWS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to one block of entries. Grid: (tiles of all lanes of all tasks, blocks)."""
     row, v = tl.arange(0, ROWS), tl.arange(0, V)
@@ -270,7 +272,7 @@ def attend_block(
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     top, total, acc = _attended(
         top, total, tl.zeros((ROWS, V), tl.float32), q, anchor, tasks, task, lane, token, begin, end, first, stop,
-        scaling, ROWS, K, V, DIM, VALUE_DIM, ALIGN, VALUE_ALIGN,
+        scaling, ROWS, K, V, DIM, VALUE_DIM, ALIGN, VALUE_ALIGN, CAP,
     )  # fmt: skip
     block = (lane * tiles + tile) * tl.load(task + T_BLOCKS) + tl.program_id(1)
     number = tl.load(task + T_PART) + block * ROWS + row
@@ -314,7 +316,7 @@ def attend_chunk(
     tasks, anchor, query, output, lse, state, sinks, scaling, query_lane, query_group, query_token,
     out_lane, out_group, out_token, lanes, tiles, groups, heads, resumes, last,
     ROWS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, SINKS: tl.constexpr,
+    ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend to all entries in order. Grid: (tiles of all lanes of all tasks,)."""
     tile = tl.program_id(0) % tiles
@@ -327,7 +329,7 @@ def attend_chunk(
     top, total, acc = _begun(state, task, lane, group, token, queries, groups, resumes, ROWS, V, VALUE_DIM)
     top, total, acc = _attended(
         top, total, acc, q, anchor, tasks, task, lane, token, begin, end, first, stop, scaling,
-        ROWS, K, V, DIM, VALUE_DIM, ALIGN, VALUE_ALIGN,
+        ROWS, K, V, DIM, VALUE_DIM, ALIGN, VALUE_ALIGN, CAP,
     )  # fmt: skip
     _stored(
         top, total, acc, task, lane, group, token, queries, output, lse, state, sinks,
