@@ -58,8 +58,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 _WIDE = COMMON | {"intermediate_size": 64, "head_dim": 16}
+_SQUARE = COMMON | {"hidden_size": 64, "intermediate_size": 64}  # heads of 16
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
 LAYOUTS: dict[str, Callable[[], Any]] = {
+    "cohere": lambda: hf.CohereConfig(**_WIDE),  # the MLP beside attention; pairs, whose angles lie beside each other
+    "cohere2": lambda: hf.Cohere2Config(**_WIDE, sliding_window=16, layer_types=_WINDOWS["layer_types"]),
     "exaone4": lambda: hf.Exaone4Config(**_WIDE, sliding_window=16, sliding_window_pattern=2),  # no norms before
     "ernie4_5": lambda: hf.Ernie4_5Config(**_WIDE, num_layers=4),  # rotates pairs, and rounds only the sum
     "glm4": lambda: hf.Glm4Config(**_WIDE | _HALF),  # rotates pairs of half of each head
@@ -77,9 +80,15 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "nemotron": lambda: hf.NemotronConfig(**_WIDE | _HALF),  # LayerNorms with factors 1 + weight; squared ReLU
+    "olmo": lambda: hf.OlmoConfig(**COMMON | {"intermediate_size": 64}),  # LayerNorms without weights
     "olmo2": lambda: hf.Olmo2Config(**COMMON | {"intermediate_size": 64}),  # norms of all heads
+    "phi": lambda: hf.PhiConfig(**_SQUARE | _HALF),  # adds attention and the MLP before the residual
     "phi3": lambda: hf.Phi3Config(**COMMON | {"intermediate_size": 64}, partial_rotary_factor=0.5, sliding_window=20),
     "smollm3": lambda: hf.SmolLM3Config(**_WIDE, no_rope_layer_interval=2),  # half of its layers rotate nothing
+    "stablelm": lambda: hf.StableLmConfig(**_SQUARE | _HALF),  # LayerNorms with biases
+    "stablelm side by side": lambda: hf.StableLmConfig(**_SQUARE | _HALF, use_parallel_residual=True),
+    "starcoder2": lambda: hf.Starcoder2Config(**_SQUARE, sliding_window=None),
 }  # fmt: skip
 """Families whose layers differ from Llama's, of widths that the native library multiplies."""
 

@@ -29,8 +29,8 @@ from kvkeep.passes.hooks import ForwardHooks
 pytestmark = pytest.mark.usefixtures("kernels")
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", *LAYOUTS)
 OTHERS: dict[str, Any] = {
-    "stablelm": lambda: hf.StableLmConfig(**COMMON),  # LayerNorm
-    "cohere2": lambda: hf.Cohere2Config(**COMMON),  # attention beside the MLP
+    "stablelm with norms of each head": lambda: hf.StableLmConfig(**COMMON, qk_layernorm=True),
+    "olmo that clips queries, keys and values": lambda: hf.OlmoConfig(**COMMON, clip_qkv=8.0),
 }  # fmt: skip
 IDS = torch.randint(2, 97, (2, 60), generator=torch.Generator().manual_seed(0))
 
@@ -123,7 +123,7 @@ def test_other_layouts_have_the_same_bits_for_any_chunk_and_batch(family: str, m
     assert torch.equal(logits(model, IDS[:, :45], cache=KeepCache(model, "full"))[:1], whole)
 
 
-@pytest.mark.parametrize("family", ["ernie4_5", "glm4", "llama"])
+@pytest.mark.parametrize("family", ["cohere", "ernie4_5", "glm4", "llama"])
 def test_a_layer_that_rotates_otherwise_is_not_taken(family: str, tmp_path: Path) -> None:
     """The sums of such weights, which are as initialised, would not show it: they depend little on attention."""
     config = LAYOUTS[family]() if family in LAYOUTS else FAMILIES[family]()

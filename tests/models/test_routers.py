@@ -126,7 +126,7 @@ def test_a_mixture_in_one_call_has_the_bits_of_its_router_and_experts(
     x = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
     angles = model.model.rotary_emb(x, torch.arange(40)[None])
     found = layer(x, attention_mask=mask, position_embeddings=angles)
-    layer.forward.change(layer.forward.rotation, None)
+    layer.forward.change(layer.forward.rotation, None, layer.forward.order)
     del layer.block_sparse_moe.forward
     assert torch.equal(layer(x, attention_mask=mask, position_embeddings=angles), found)
 

@@ -234,8 +234,23 @@ void hash_small() {
       Array<float> weight(width);
       fill(x, width, 29);
       fill(weight, 3, 64);
-      done(kvkeep_norm(numbers(x), numbers(weight), 1e-5f, numbers(y)));
+      const KvNorm norm{numbers(weight), NOTHING, 0, 1e-5f};
+      done(kvkeep_norm(&norm, numbers(x), numbers(y)));
       hash.add(y);
+    }
+  });
+  print("norm of differences from the mean", [](Hash& hash) {
+    for (int64_t width : {576, 100, 64, 7}) {
+      Array<bf16> x(40 * width), y(40 * width);
+      Array<float> weight(width), bias(width);
+      fill(x, width, 29);
+      fill(weight, 3, 64);
+      fill(bias, 4, 64);
+      for (const KvArray& one : {NOTHING, numbers(bias)}) {
+        const KvNorm norm{numbers(weight), one, 1, 1e-5f};
+        done(kvkeep_norm(&norm, numbers(x), numbers(y)));
+        hash.add(y);
+      }
     }
   });
   print("angles", [](Hash& hash) {
@@ -330,21 +345,28 @@ struct Layer {
     mlp.gates[0] = gate.matrix; mlp.gates[1] = up.matrix; mlp.down = down.matrix;
     mlp.hidden = HIDDEN; mlp.inner = INNER; mlp.gated = 1; mlp.activation = sandwiched;
     if (!sandwiched) layer.out_bias = numbers(bias.data, HIDDEN);
-    auto norm = [&](int64_t first, int64_t width) { return numbers(norms.data + first, width); };
+    auto norm = [&](int64_t first, int64_t width) {
+      return KvNorm{numbers(norms.data + first, width), NOTHING, 0, 1e-5f};
+    };
     layer.input_norm = norm(0, HIDDEN); layer.pre_mlp_norm = norm(HIDDEN, HIDDEN);
     if (sandwiched) {
       layer.post_attention_norm = norm(2 * HIDDEN, HIDDEN); layer.post_mlp_norm = norm(3 * HIDDEN, HIDDEN);
       layer.query_norm = norm(4 * HIDDEN, DIM); layer.key_norm = norm(4 * HIDDEN + DIM, DIM);
     }
     layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM;
-    layer.eps = 1e-5f; layer.rotated = DIM; layer.residual_scale = 1;
+    layer.rotated = DIM; layer.residual_scale = 1;
     if (rotation == KV_HALVES) return;
     layer.rotated = DIM / 2; layer.rotation = rotation; layer.residual_scale = 0.3f;
     layer.rotates_first = rotation == KV_EXACT_PAIRS;
-    if (layer.rotates_first) return;
+    if (rotation == KV_SPREAD_PAIRS) {
+      layer.order = KV_SIDE_BY_SIDE;
+      layer.input_norm.centred = layer.pre_mlp_norm.centred = 1;
+      layer.input_norm.bias = norm(HIDDEN, HIDDEN).weight;
+    }
+    if (rotation > KV_PAIRS) return;
     layer.query_norm = norm(4 * HIDDEN, HEADS * DIM);
     layer.key_norm = norm(4 * HIDDEN + HEADS * DIM, KV_HEADS * DIM);
-    layer.input_norm = layer.pre_mlp_norm = NOTHING;
+    layer.input_norm = layer.pre_mlp_norm = KvNorm{};
   }
 };
 
@@ -358,10 +380,11 @@ void fill_angles(Array<bf16>& cos, Array<bf16>& sin, int64_t count, int64_t half
 
 void hash_layer() {
   const int64_t D = Layer::DIM;
-  for (int form = 0; form < 4; form++) {
-    const int64_t rotation = form < 2 ? KV_HALVES : form == 2 ? KV_PAIRS : KV_EXACT_PAIRS;
+  for (int form = 0; form < 5; form++) {
+    const int64_t rotations[] = {KV_HALVES, KV_HALVES, KV_PAIRS, KV_EXACT_PAIRS, KV_SPREAD_PAIRS};
+    const int64_t rotation = rotations[form];
     Layer one(form ? KV_BF16 : KV_Q4_0, 500 + form, form > 0, rotation);
-    const char* names[] = {"", " with all norms", " by pairs", " by exact pairs"};
+    const char* names[] = {"", " with all norms", " by pairs", " by exact pairs", " side by side"};
     const std::string name = names[form];
     print("enter layer" + name, [&](Hash& hash) {
       for (int64_t n : {1, 5, 40}) {
@@ -384,8 +407,14 @@ void hash_layer() {
         fill(residual, rows + 1, 39);
         done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, numbers(residual), numbers(y)));
         hash.add(y);
+        if (one.layer.order == KV_IN_TURN) continue;
+        one.layer.order = KV_SUMMED_FIRST;
+        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, numbers(residual), numbers(residual)));
+        hash.add(residual);
+        one.layer.order = KV_SIDE_BY_SIDE;
       }
     });
+    if (one.layer.order != KV_IN_TURN) continue;
     print("reach MLP" + name, [&](Hash& hash) {
       for (int64_t rows : {1, 5, 40}) {
         Array<bf16> attention(rows * Layer::HEADS * D), x(rows * Layer::HIDDEN), normed(rows * Layer::HIDDEN);

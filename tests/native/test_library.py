@@ -52,11 +52,17 @@ def paths() -> list[str]:
     return [] if found is None else found.kvkeep_paths().decode().split()
 
 
+def norm_by(weight: torch.Tensor, eps: float = 1e-6) -> int:
+    """The address of an RMSNorm, which lives as long as its weight."""
+    weight.norm = structures.KvNorm(structures.array(weight), eps=eps)  # type: ignore[attr-defined]
+    return structures.address_of(weight.norm)  # type: ignore[attr-defined]
+
+
 def normed(rows: int = 64) -> torch.Tensor:
     """What the kernel makes of some rows."""
     x = torch.linspace(-3, 3, rows * 96).view(rows, 96).bfloat16()
     weight, out = torch.linspace(0.5, 2, 96), torch.empty(rows, 96, dtype=torch.bfloat16)
-    native.kernels().kvkeep_norm(x, weight, 1e-6, out)
+    native.kernels().kvkeep_norm(norm_by(weight), x, out)
     return out
 
 
@@ -185,7 +191,7 @@ def test_python_reads_the_header_as_a_compiler_does(tmp_path: Path) -> None:
     source.write_text(OFFSETS % " ".join(f'printf("%d\\n", int({one}));' for one in asked))
     subprocess.run(["c++", f"-I{HEADER.parent}", str(source), "-o", str(tmp_path / "offsets")], check=True)
     found = subprocess.run([str(tmp_path / "offsets")], capture_output=True, text=True, check=True).stdout.split()
-    assert len(made) == 14 and dict(zip(asked, found, strict=True)) == dict(zip(asked, expected, strict=True))
+    assert len(made) == 15 and dict(zip(asked, found, strict=True)) == dict(zip(asked, expected, strict=True))
 
 
 def test_every_field_and_function_of_the_header_is_explained() -> None:
@@ -214,12 +220,12 @@ def test_an_unknown_field_of_a_structure_cannot_be_set() -> None:
 
 PROGRAM = """
 import os, sys, torch
-from kvkeep.native import library as native
+from kvkeep.native import library as native, structures
 
 def normed():
     x, weight = torch.linspace(-3, 3, 28800).view(300, 96).bfloat16(), torch.ones(96)
-    out = torch.empty_like(x)
-    native.kernels().kvkeep_norm(x, weight, 1e-6, out)
+    out, norm = torch.empty_like(x), structures.KvNorm(structures.array(weight), eps=1e-6)
+    native.kernels().kvkeep_norm(structures.address_of(norm), x, out)
     return out.view(torch.int16).tolist()
 
 torch.set_num_threads(3)
@@ -253,7 +259,7 @@ def test_subnormal_numbers_are_kept_whatever_the_programs_float_mode(rows: int) 
     try:
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor does not flush")
-        native.kernels().kvkeep_norm(x, weight, 0.0, out)
+        native.kernels().kvkeep_norm(norm_by(weight, 0.0), x, out)
         assert torch.tensor([1e-40]).mul(1.0).item() == 0.0  # the program's own mode is as it was
     finally:
         torch.set_flush_denormal(False)

@@ -21,6 +21,7 @@ from kvkeep.native.structures import (
     GROUPED,
     KIND_NUMBERS,
     PLAIN,
+    SIDE_BY_SIDE,
     SKETCHED,
     KvArray,
     KvAttention,
@@ -31,6 +32,7 @@ from kvkeep.native.structures import (
     KvMamba2,
     KvMatrix,
     KvMlp,
+    KvNorm,
     KvPiece,
     KvRouter,
     KvRows,
@@ -513,10 +515,10 @@ class Layer:
         self.mlp.gates[0] = self.matrix(64, 192)
         self.struct = KvLayer(
             out=self.matrix(HEADS * DIM, 64), mlp=address_of(self.mlp), hidden=self.HIDDEN, heads=HEADS, kv_heads=LANES,
-            dim=DIM, rotated=DIM, residual_scale=1, eps=1e-5,
+            dim=DIM, rotated=DIM, residual_scale=1,
         )  # fmt: skip
         self.struct.qkv[0] = self.matrix(64, self.WIDTH)
-        self.struct.input_norm = self.struct.pre_mlp_norm = array(self.keep(torch.ones(64)))
+        self.struct.input_norm = self.struct.pre_mlp_norm = self.norm(torch.ones(64))
         self.x, self.cos, self.sin = bfloat16(2, 64), bfloat16(2, DIM), bfloat16(2, DIM)
         self.numbers, self.batch = Numbers(), 1
         self.query = self.numbers("query", bfloat16(HEADS, 2, DIM))
@@ -530,6 +532,9 @@ class Layer:
 
     def matrix(self, inputs: int, outputs: int) -> KvMatrix:
         return self.keep(matrix(inputs, outputs))[0]
+
+    def norm(self, weight: Tensor) -> KvNorm:
+        return KvNorm(array(self.keep(weight)), eps=1e-5)
 
     def enter(self) -> None:
         kernels().kvkeep_before_attention(
@@ -553,13 +558,16 @@ class Layer:
         ("struct.gated", 2),
         ("mlp.hidden", 32),
         ("struct.hidden", 32),
-        ("struct.input_norm", short(torch.ones(64))),
-        ("struct.query_norm", short(torch.ones(DIM))),
-        ("struct.key_norm", short(torch.ones(LANES * DIM))),
+        ("struct.input_norm.weight", short(torch.ones(64))),
+        ("struct.input_norm.bias", torch.ones(32)),
+        ("struct.input_norm.centred", 2),
+        ("struct.query_norm.weight", short(torch.ones(DIM))),
+        ("struct.key_norm.weight", short(torch.ones(LANES * DIM))),
+        ("struct.order", 3),
         ("struct.cap", -1.0),
         ("struct.rotated", DIM + 2),
         ("struct.rotated", DIM - 1),
-        ("struct.rotation", 3),
+        ("struct.rotation", 4),
         ("struct.out_bias", short(bfloat16(64))),
         ("struct.out.panels", None),
         ("x", bfloat16(127)),
@@ -607,11 +615,11 @@ def test_a_layer_with_gates_needs_a_place_for_them() -> None:
         for refused in (call.enter, call.leave, call.reach_mlp):
             with pytest.raises(BadCall, match="gates must be bfloat16"):
                 refused()
-    call.struct.query_norm = array(call.keep(torch.ones(HEADS * DIM)))  # of queries that lie apart
-    with pytest.raises(BadCall, match="norms of queries and keys"):
+    call.struct.query_norm = call.norm(torch.ones(HEADS * DIM))  # of queries that lie apart
+    with pytest.raises(BadCall, match="weights and biases of norms"):
         call.enter()
     assert call.numbers.unchanged()
-    call.struct.query_norm, call.gate = array(None), bfloat16(2, HEADS * DIM)
+    call.struct.query_norm, call.gate = KvNorm(), bfloat16(2, HEADS * DIM)
     call.enter()
     call.leave()
     assert not call.numbers.unchanged()
@@ -679,6 +687,12 @@ def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
     with pytest.raises(BadCall, match="cosines"):
         run(Layer(), Step(), cos=bfloat16(1, HALF))
     layer = Layer()
+    layer.struct.order = SIDE_BY_SIDE
+    run(layer, Step())
+    layer.struct.pre_mlp_norm = KvNorm()
+    with pytest.raises(BadCall, match="come in turn"):
+        run(layer, Step())
+    layer = Layer()
     layer.struct.mlp = None
     run(layer, Step(), normed=layer.normed[:1])
     for normed, rule in ((None, "must have its MLP"), (layer.normed[:1, :63].contiguous(), "enters an MLP")):
@@ -689,9 +703,10 @@ def test_layers_and_steps_that_do_not_fit_each_other_are_refused() -> None:
 def test_norms_angles_and_digests_that_do_not_fit_are_refused() -> None:
     x, y, weight = bfloat16(3, 64), bfloat16(3, 64), torch.ones(64)
     before = y.clone()
-    for given in ((x, weight, y[:2]), (x, torch.ones(63), y), (x, torch.ones(0), y), (x, weight.bfloat16(), y)):
+    for factors, result in ((weight, y[:2]), (torch.ones(63), y), (torch.ones(0), y), (weight.bfloat16(), y)):
+        norm = KvNorm(array(factors), eps=1e-5)
         with pytest.raises(BadCall):
-            kernels().kvkeep_norm(given[0], given[1], 1e-5, given[2])
+            kernels().kvkeep_norm(address_of(norm), x, result)
     positions, frequencies = torch.arange(3), torch.ones(32)
     for angles in ((positions.int(), frequencies, y), (positions, frequencies.half(), y), (positions, weight, y)):
         with pytest.raises(BadCall):

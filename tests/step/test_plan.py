@@ -322,7 +322,7 @@ def test_ctrl_c_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         native.run([good()], [0], entry, entry, entry, 1.0)
     monkeypatch.undo()
     with pytest.raises(BadCall):
-        library.kernels().kvkeep_norm(entry.expand(2, LANES, 1, DIM), numbers(DIM), 1.0, entry)
+        library.kernels().kvkeep_mlp(None, entry.expand(2, LANES, 1, DIM), entry)
 
 
 def test_full_pages_are_one_span_until_one_of_them_changes() -> None:

@@ -101,7 +101,7 @@ def _streamed(
     if attender is None or layer_idx is None or not attender.attends(layer_idx):
         return None
     sinks = given.get("s_aux")
-    unsupported = [name for name in ("position_bias",) if given.get(name) is not None]
+    unsupported = ["position_bias"] if given.get("position_bias") is not None else []
     unsupported += ["s_aux"] if sinks is not None and sinks is not getattr(module, "sinks", None) else []
     for name in unsupported:
         raise UnsupportedModelError(

@@ -33,7 +33,7 @@ from kvkeep.models.routers import replace_routers
 from kvkeep.models.unchanged import Unchanged
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
-from kvkeep.native.structures import KvLayer, address_of, array
+from kvkeep.native.structures import IN_TURN, KvLayer, address_of, array
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import Planned, Writes
 from kvkeep.step.scores import CAP
@@ -68,12 +68,10 @@ class FusedLayer(WithPointers):
             raise TypeError("its matrices are not the library's, or its heads have an odd width")
         fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in parts.norms.items()}
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
-            raise TypeError("a norm differs from RMSNorm")
+            raise TypeError("a norm is not the library's")
         for norm, heads in ((fused["query_norm"], 1 if self.gated else self.heads), (fused["key_norm"], self.kv_heads)):
             if norm is not None and norm.weight.numel() not in (self.dim, heads * self.dim):
                 raise TypeError("its queries and keys have norms of another width")
-        if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
-            raise TypeError("norms differ in their epsilon")
         self._weights, self.norms = fused, [norm for norm in fused.values() if norm is not None]
         self.unchanged = Unchanged([layer], self.norms)
         self._qkv = joined(parts.qkv)
@@ -85,6 +83,10 @@ class FusedLayer(WithPointers):
         self.rotation = Rotation(0, 0)
         """How queries and keys are rotated (:meth:`change`)."""
         self.sinks = sinks_of(self.attention)
+        self.order = self.parts.orders[0]
+        """How attention and the MLP follow each other, as the library numbers it (KvOrder)."""
+        if self.order != IN_TURN and self.mlp is None:
+            raise TypeError("its MLP, which reads what attention reads, is not the library's")
         self.window: int | None = None
         """The number of entries that its attention sees; None: all."""
         self.group: FusedLayers | None = None
@@ -107,6 +109,7 @@ class FusedLayer(WithPointers):
             dim=self.dim,
             rotated=self.rotation.channels,
             rotation=self.rotation.kind,
+            order=self.order,
             rotates_first=self.parts.rotates_first,
             residual_scale=self.parts.residual_scale,
             scaling=self.attention.scaling,
@@ -116,9 +119,8 @@ class FusedLayer(WithPointers):
         if mlp is not None:
             struct.mlp = address_of(mlp)
         for name, norm in self._weights.items():
-            setattr(struct, name, array(None if norm is None else norm.weight))
             if norm is not None:
-                struct.eps = norm.eps
+                setattr(struct, name, norm.struct)
         # Keeps the buffers alive as long as the pointers, even if the modules move.
         struct.kept = [mlp, *(buffer for part in (*qkv, out) for buffer in part.buffers())]
         return struct
@@ -128,9 +130,9 @@ class FusedLayer(WithPointers):
         """The address of :attr:`struct`."""
         return address_of(self.struct)
 
-    def change(self, rotation: Rotation, mlp: Mlp | None) -> None:
-        """Set how queries and keys are rotated, and :attr:`mlp`."""
-        self.rotation, self.mlp = rotation, mlp
+    def change(self, rotation: Rotation, mlp: Mlp | None, order: int) -> None:
+        """Set how queries and keys are rotated, :attr:`mlp` and :attr:`order`."""
+        self.rotation, self.mlp, self.order = rotation, mlp, order
         for name in self.pointers:
             self.__dict__.pop(name, None)
 
@@ -307,8 +309,9 @@ def fuse(model: Any, layers: Any) -> int:
     replace_routers(model)
     for module in model.modules():
         # The order matters: reading the weight of a packed matrix unpacks it.
-        if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):
-            fuse_norm(module)
+        if "RMSNorm" in type(module).__name__ or "LayerNorm" in type(module).__name__:
+            with trial("a norm"):
+                fuse_norm(module)
     replace_mlps(model)
     for module in [*model.modules()]:  # with their norms
         replace_recurrence(module)
@@ -339,26 +342,28 @@ def _common(model: Any, layer: FusedLayer) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def _agrees(fused: FusedLayer, rotations: Sequence[Rotation]) -> bool:
-    """Give a fused layer the first rotation, and its MLP if possible, with which it agrees with its modules on random
-    residuals; return whether there is one. Attention's inputs and the layer's output have to agree to the bit: an MLP
-    of the library has been compared with its module (mlps.py). The residuals are two rows at near and far positions
-    (some families scale queries at far ones). They are small, so that bfloat16 preserves the sums."""
+    """Give a fused layer the first rotation and order, and its MLP if possible, with which it agrees with its modules
+    on random residuals; return whether there is one. Attention's inputs and the layer's output have to agree to the
+    bit: an MLP of the library has been compared with its module (mlps.py). The residuals are two rows at near and far
+    positions (some families scale queries at far ones). They are small, so that bfloat16 preserves the sums."""
     if not fused.unchanged():  # hooked: the comparison would run the same modules twice
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
-    by_modules: dict[tuple[int, bool], tuple[Any, ...]] = {}
-    for rotation, mlp in product(rotations, dict.fromkeys((fused.parts.mlp, None))):
+    by_modules: dict[tuple[int, bool, bool], tuple[Any, ...]] = {}
+    mlps = dict.fromkeys((fused.parts.mlp, None)) if fused.order == IN_TURN else (fused.parts.mlp,)
+    for rotation, mlp, order in product(rotations, mlps, fused.parts.orders):
         halves = 1 if rotation.halves else 2
-        angle = torch.rand(2, 5, rotation.angles // halves, generator=generator.manual_seed(1)).repeat(1, 1, halves) * 6
+        angle = torch.rand(2, 5, rotation.angles // halves, generator=generator.manual_seed(1)) * 6
+        angle = angle.repeat_interleave(2, -1) if rotation.spread else angle.repeat(1, 1, halves)
         angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)) if rotation.angles else None
         given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
-        if (known := (rotation.angles, rotation.halves)) not in by_modules:
+        if (known := (rotation.angles, rotation.halves, rotation.spread)) not in by_modules:
             by_modules[known] = _watched(fused, functools.partial(fused.plain, x, **given))
         wanted, inputs, options = by_modules[known]
         fused.window = options.get("sliding_window")
-        fused.change(rotation, mlp)
+        fused.change(rotation, mlp, order)
         found, *attended = _watched(fused, functools.partial(fused, x, **given))
         if not isinstance(wanted, Tensor) or wanted.shape != found.shape or options != attended[1]:
             return False

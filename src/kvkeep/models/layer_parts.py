@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvkeep.errors import trial
 from kvkeep.models.mlps import Mlp, mlp_of
 from kvkeep.models.packed import PackedLinear
+from kvkeep.native.structures import IN_TURN, SIDE_BY_SIDE, SUMMED_FIRST
 
 _NORMS = (
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
@@ -22,10 +23,14 @@ _NORMS = (
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
     ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("norm", None, None, None),  # Nemotron-H
+    ("input_layernorm", None, "input_layernorm", None),  # Command-R, Phi-2
 )
-"""What families call the norms before attention, after it, before the MLP, and after it."""
+"""What families call the norms before attention, after it, before the MLP, and after it. Where one norm is both before
+attention and before the MLP, these read the same residual."""
 _OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
 """The same of norms of queries and keys. The second are computed after the rotation (Hunyuan)."""
+_OUTS = ("o_proj", "out_proj", "dense")
+"""The same of the output projection."""
 _MLPS = ("block_sparse_moe", "mlp", "feed_forward", "shared_mlp")
 """What they call the MLP, or the mixture; another one after it runs beside it (Granite). Nemotron-H has none here."""
 
@@ -46,6 +51,8 @@ class LayerParts(NamedTuple):
     """The module of the MLP or the mixture, and that of an MLP beside a mixture; or nothing."""
     mlp: Mlp | None
     """All of these, if the library runs them."""
+    orders: Sequence[int]
+    """How attention and the MLP may follow each other (KvOrder)."""
     residual_scale: float
     """What is multiplied by the outputs of attention and MLP before the residual is added."""
 
@@ -62,6 +69,8 @@ class LayerParts(NamedTuple):
 def parts_of(layer: Any) -> LayerParts:
     """Return the parts of ``layer``. Raises AttributeError or TypeError if it has others."""
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.mixer
+    if getattr(attention.config, "clip_qkv", None) is not None:  # which the small numbers of a trial do not reach
+        raise TypeError("it clips queries, keys and values")
     mlps = [one for name in _MLPS if isinstance(one := getattr(layer, name, None), nn.Module)]
     names = {name for name, _ in layer.named_children() if name.endswith("norm")}
     places = next((one for one in _NORMS if {*one} - {None} == names), None)
@@ -74,11 +83,12 @@ def parts_of(layer: Any) -> LayerParts:
     return LayerParts(
         attention,
         [attention.q_proj, attention.k_proj, attention.v_proj] if joint is None else [joint],
-        attention.o_proj if hasattr(attention, "o_proj") else attention.out_proj,
+        next(one for name in _OUTS if (one := getattr(attention, name, None)) is not None),
         dict(zip(kinds, [*norms, *(getattr(attention, name, None) for name in of_heads)], strict=True)),
         of_heads is _OF_HEADS[1],
         mlps,
         _side_by_side(mlps) if mlps else None,
+        (SIDE_BY_SIDE, SUMMED_FIRST) if places[0] is not None and places[0] == places[2] else (IN_TURN,),
         float(getattr(layer, "residual_multiplier", 1.0)),
     )
 

@@ -37,6 +37,7 @@ _MATRICES = (
     (("input_linear",), "output_linear"),  # Granite
     (("up_proj",), "down_proj"),  # Nemotron: no gates
     (("c_fc",), "c_proj"),  # StarCoder 2
+    (("fc1",), "fc2"),  # Phi-2
 )
 """What families call the first matrices and the last one of an MLP."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "activation", "act")

@@ -1,27 +1,56 @@
-"""Norms by the library: the forward of an RMSNorm module is replaced where a trial shows that the kernel agrees."""
+"""Norms by the library: the forward of an RMSNorm or a LayerNorm module is replaced where a trial shows that the kernel
+agrees."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import product
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kvkeep.models.packed import WithPointers
 from kvkeep.native.library import kernels
+from kvkeep.native.structures import KvNorm, address_of, array
+
+_UNNAMED_EPS = 1e-5
+"""The epsilon of a norm that has no attribute for it (OLMo)."""
 
 
-class FusedNorm:
-    """The forward of an RMSNorm by the kernel."""
+class FusedNorm(WithPointers):
+    """The forward of a norm by the kernel. offset: what is added to the weights. centred: whether it subtracts the mean
+    (LayerNorm)."""
 
-    def __init__(self, norm: nn.Module, offset: float) -> None:
-        self.norm, self.offset = norm, offset
-        self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
+    def __init__(self, norm: Any, offset: float, centred: bool) -> None:
+        self.norm, self.offset, self.centred = norm, offset, centred
+        self.names = [name for name in ("weight", "bias") if norm._parameters.get(name) is not None]
+        """The module's parameters."""
+        self.weight, *added = self._stated()
         """The factors, (width,) float32."""
-        self.eps = _eps(norm)
+        self.bias = added[0] if added else None
+        """What is added, the same; or None."""
+        self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", _UNNAMED_EPS)))
         self._weights = Weights([self])
+
+    def _stated(self) -> list[Tensor]:
+        if "weight" not in self.names:
+            return [torch.ones(self.norm.normalized_shape)]
+        weight, *added = (getattr(self.norm, name).detach().float() for name in self.names)
+        return [weight + self.offset, *added]
+
+    def holds(self) -> bool:
+        """Return whether :attr:`weight` and :attr:`bias` are those of the module's parameters."""
+        known = [self.weight] if self.bias is None else [self.weight, self.bias]
+        return not self.names or all(map(torch.equal, self._stated(), known))
+
+    @cached_property
+    def struct(self) -> KvNorm:
+        """The norm as a struct for the kernels. Its tensors must outlive it."""
+        return KvNorm(array(self.weight), array(self.bias), self.centred, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of ``x``, (..., width)."""
@@ -29,7 +58,7 @@ class FusedNorm:
             return type(self.norm).forward(self.norm, x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        kernels().kvkeep_norm(x, self.weight, self.eps, out)
+        kernels().kvkeep_norm(address_of(self.struct), x, out)
         return out
 
 
@@ -37,22 +66,21 @@ class Weights:
     """The weights of some fused norms. Every step compares them, most often with those of the step before."""
 
     def __init__(self, norms: Sequence[FusedNorm]) -> None:
-        self._norms, self._parameters = norms, [one.norm._parameters for one in norms]
+        self._norms, self._places = norms, [(one.norm._parameters, name) for one in norms for name in one.names]
         self._known: Sequence[Any] = [None]  # the parameters that hold
         self._tracked: Sequence[Tensor] = ()  # those that have a version
         self._state: Sequence[int] = ()
 
     def hold(self) -> bool:
-        """Return whether each norm's ``weight`` is that of its module's parameter. Changes of ``parameter.data`` in
-        place leave no trace."""
-        now = [parameters.get("weight") for parameters in self._parameters]
+        """Return whether each norm has the parameters of its module. Changes of ``parameter.data`` in place leave no
+        trace."""
+        now: list[Any] = [parameters.get(name) for parameters, name in self._places]
         if len(now) == len(self._known) and all(map(is_, now, self._known)) and self._state == self._seen():
             return True
         self._known = [None]
-        for one, weight in zip(self._norms, now, strict=True):
-            if weight is None or not torch.equal(weight.detach().float() + one.offset, one.weight):
-                return False
-        self._tracked = [one for one in now if one is not None and not one.is_inference()]
+        if any(one is None for one in now) or not all(one.holds() for one in self._norms):
+            return False
+        self._tracked = [one for one in now if not one.is_inference()]
         self._known = now
         self._state = self._seen()
         return True
@@ -66,17 +94,20 @@ _VERSION = attrgetter("_version")
 
 @torch.no_grad()
 def fuse_norm(norm: Any) -> None:
-    """Replace the forward of an RMSNorm by the kernel, where they agree."""
+    """Replace the forward of a norm by the kernel, where they agree. Raises AttributeError, TypeError or RuntimeError
+    for a module of another kind."""
     if [*inspect.signature(type(norm).forward).parameters][2:]:  # a norm with a gate
         return
-    width = norm.weight.shape[-1]
-    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    if norm.weight.ndim != 1 or norm.weight.dtype != torch.bfloat16 or _eps(norm) is None:
+    if any(one.ndim != 1 or one.dtype != torch.bfloat16 for one in norm.parameters(recurse=False)):
         return
+    width = norm.normalized_shape[-1] if norm._parameters.get("weight") is None else norm.weight.shape[-1]
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+    x = (x * torch.tensor([1, 1, 2**-8, 1])[:, None] + torch.tensor([0, 0, 0, 1])[:, None]).to(torch.bfloat16)
     wanted = type(norm).forward(norm, x)
-    for offset in (0.0, 1.0):
-        fused = FusedNorm(norm, offset)
-        if bool(((fused(x) - wanted).float().abs() <= 0.02 * wanted.float().abs() + 1e-5).all()):
+    for centred, offset in product((False, True), (0.0, 1.0)):
+        fused = FusedNorm(norm, offset, centred)
+        size = wanted.float().abs() + (0 if fused.bias is None else fused.bias.abs())
+        if bool(((fused(x) - wanted).float().abs() <= 0.02 * size + 1e-5).all()):
             norm.forward = fused
             return
 
@@ -84,7 +115,3 @@ def fuse_norm(norm: Any) -> None:
 def ours(x: Tensor) -> bool:
     """Return whether the library computes with ``x``: bfloat16 on the CPU, without a gradient."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
-
-
-def _eps(norm: Any) -> float:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvkeep.errors import trial
 from kvkeep.native.library import kernels, library
-from kvkeep.native.structures import EXACT_PAIRS, HALVES, PAIRS
+from kvkeep.native.structures import EXACT_PAIRS, HALVES, PAIRS, SPREAD_PAIRS
 
 TRIAL_POSITIONS = (0, 1, 77, 1000, 4095)
 """Positions at which the cosines and sines of a module are compared."""
@@ -32,15 +32,21 @@ class Rotation(NamedTuple):
         """Whether both channels that are rotated together share a cosine."""
         return self.angles < self.channels
 
+    @property
+    def spread(self) -> bool:
+        """Whether the cosines of both channels that are rotated together lie beside each other."""
+        return self.kind == SPREAD_PAIRS
+
 
 class Rotary:
     """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear and llama3,
     and those with one list of factors for all lengths, are computed here in double precision, because torch's
     single-precision powers differ between processors. Frequencies of other kinds are the module's. halves: the module
-    returns one cosine and one sine for both channels that are rotated together (gpt-oss)."""
+    returns one cosine and one sine for both channels that are rotated together (gpt-oss). spread: it returns those of
+    both beside each other (Command-R)."""
 
-    def __init__(self, module: nn.Module, halves: bool = False) -> None:
-        self.module, self.halves = module, halves
+    def __init__(self, module: nn.Module, halves: bool = False, spread: bool = False) -> None:
+        self.module, self.halves, self.spread = module, halves, spread
         self.frequencies: dict[str, Tensor] = {}
         """The frequencies of each kind requested so far, (rotated channels of a head / 2,) float32."""
         self.exact = True
@@ -65,7 +71,10 @@ class Rotary:
         sin = torch.empty_like(cos)
         scaling = getattr(self.module, f"{prefix}attention_scaling")
         kernels().kvkeep_angles(positions, frequencies, scaling, cos, sin)
-        return (cos[..., : len(frequencies)], sin[..., : len(frequencies)]) if self.halves else (cos, sin)
+        if not (self.halves or self.spread):
+            return cos, sin
+        cos, sin = cos[..., : len(frequencies)], sin[..., : len(frequencies)]
+        return (cos, sin) if self.halves else (cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1))
 
 
 def replace_rotary(model: Any) -> None:
@@ -74,7 +83,7 @@ def replace_rotary(model: Any) -> None:
         return
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__ and (kinds := _kinds(module)):
-            for ours in (Rotary(module), Rotary(module, halves=True)):
+            for ours in (Rotary(module), Rotary(module, halves=True), Rotary(module, spread=True)):
                 with trial("rotary embeddings"):
                     if all(_agrees(ours, kind) for kind in kinds):
                         module.forward = ours
@@ -91,7 +100,7 @@ def rotations_of(model: Any) -> list[Rotation]:
             widths |= {2 * one: one if forward.halves else 2 * one for one in pairs}
         elif isinstance(stated := getattr(module, "inv_freq", None), Tensor):
             widths[2 * len(stated)] = 2 * len(stated)
-    ways = [(1, HALVES), (1, PAIRS), (1, EXACT_PAIRS), (0, HALVES)]
+    ways = [(1, HALVES), (1, PAIRS), (1, EXACT_PAIRS), (1, SPREAD_PAIRS), (0, HALVES)]
     if not widths:
         return [Rotation(0, 0)]
     return [Rotation(part * width, angles, kind) for part, kind in ways for width, angles in widths.items()]

@@ -17,7 +17,7 @@ bool file_rows_fit(const KvMatrix& matrix, const KvArray& rows, int64_t row_byte
 bool outputs_fit(const KvMatrix& matrix, const KvArray& outputs, const KvArray& rows);
 bool product_fits(const KvMatrix& matrix, const KvArray& x, const KvArray& bias, const KvArray& y, int64_t y_stride);
 
-bool norm_fits(const KvArray& x, const KvArray& weight, const KvArray& y);
+bool norm_fits(const KvNorm& norm, const KvArray& x, const KvArray& y);
 bool angles_fit(const KvArray& positions, const KvArray& frequencies, const KvArray& cos, const KvArray& sin);
 bool before_attention_fits(const KvLayer& layer, const KvArray& x, int64_t batch, const KvArray& cos,
                            const KvArray& sin, const KvArray& query, const KvArray& key, const KvArray& value,

@@ -137,8 +137,8 @@ KvStatus kvkeep_product(const KvMatrix* matrix, KvArray x, KvArray bias, KvArray
              [&](auto& kernels) { return kernels.product(matrix, x, bias, y, y_stride); });
 }
 
-KvStatus kvkeep_norm(KvArray x, KvArray weight, float eps, KvArray y) {
-  return run(norm_fits(x, weight, y), [&](auto& kernels) { return kernels.norm(x, weight, eps, y); });
+KvStatus kvkeep_norm(const KvNorm* norm, KvArray x, KvArray y) {
+  return run(norm_fits(*norm, x, y), [&](auto& kernels) { return kernels.norm(norm, x, y); });
 }
 
 KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, KvArray cos, KvArray sin) {

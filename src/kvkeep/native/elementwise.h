@@ -7,10 +7,20 @@
 
 namespace {
 
-// RMSNorm of a row, times `weight`. With `addend` it is that of x + addend, which is rounded and written to `total`.
-static void norm_row(const bf16* x, const bf16* addend, bf16* total, const float* weight, float eps, int64_t width,
-                     bf16* y) {
+// The mean of a row.
+static float mean_of(const bf16* x, int64_t width) {
   const int64_t vectors = width / 16 * 16;
+  vf total = vset(0.0f);
+  float rest = 0;
+  for (int64_t i = 0; i < vectors; i += 16) total = total + vload_bf16(x + i);
+  for (int64_t i = vectors; i < width; i++) rest += widen(x[i]);
+  return (sum(total) + rest) / float(width);
+}
+
+// Norm of a row. With `addend` it is that of x + addend, which is rounded and written to `total`.
+static void norm_row(const bf16* x, const bf16* addend, bf16* total, const KvNorm& n, int64_t width, bf16* y) {
+  const int64_t vectors = width / 16 * 16;
+  const float *weight = numbers<float>(n.weight), *bias = numbers<float>(n.bias);
   vf squares = vset(0.0f);
   float rest = 0;
   const bf16* from = addend ? total : x;
@@ -18,19 +28,27 @@ static void norm_row(const bf16* x, const bf16* addend, bf16* total, const float
     for (int64_t i = 0; i < vectors; i += 16) vstore_bf16(total + i, vload_bf16(x + i) + vload_bf16(addend + i));
     for (int64_t i = vectors; i < width; i++) total[i] = narrow(widen(x[i]) + widen(addend[i]));
   }
+  const float mean = n.centred ? mean_of(from, width) : 0.0f;  // no number changes where 0 is subtracted
+  const auto read = [&](int64_t i) { return vload_bf16(from + i) - vset(mean); };
+  const auto read_one = [&](int64_t i) { return widen(from[i]) - mean; };
   for (int64_t i = 0; i < vectors; i += 16) {
-    vf v = vload_bf16(from + i);
-    squares = vfma_bf16(v, v, squares);
+    const vf v = read(i);
+    squares = vfma(v, v, squares);
   }
-  for (int64_t i = vectors; i < width; i++) rest += widen(from[i]) * widen(from[i]);
-  const float factor = 1.0f / __builtin_sqrtf((sum(squares) + rest) / float(width) + eps);
-  for (int64_t i = 0; i < vectors; i += 16) vstore_bf16(y + i, vload_bf16(from + i) * vset(factor) * vload(weight + i));
-  for (int64_t i = vectors; i < width; i++) y[i] = narrow(widen(from[i]) * factor * weight[i]);
+  for (int64_t i = vectors; i < width; i++) rest += read_one(i) * read_one(i);
+  const float factor = 1.0f / __builtin_sqrtf((sum(squares) + rest) / float(width) + n.eps);
+  for (int64_t i = 0; i < vectors; i += 16) {
+    const vf v = read(i) * vset(factor) * vload(weight + i);
+    vstore_bf16(y + i, bias ? v + vload(bias + i) : v);
+  }
+  for (int64_t i = vectors; i < width; i++) {
+    const float v = read_one(i) * factor * weight[i];
+    y[i] = narrow(bias ? v + bias[i] : v);
+  }
 }
 
-static void norm_rows(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y,
-                      bool has_team) {
-  auto norm = [&](int64_t r) { norm_row(x + r * width, nullptr, nullptr, weight, eps, width, y + r * width); };
+static void norm_rows(const bf16* x, const KvNorm& n, int64_t rows, int64_t width, bf16* y, bool has_team) {
+  auto norm = [&](int64_t r) { norm_row(x + r * width, nullptr, nullptr, n, width, y + r * width); };
   for_each_row(rows, norm, has_team);
 }
 
@@ -55,9 +73,9 @@ INLINE void sine_and_cosine(double x, double* sine, double* cosine) {
   *cosine = n & 1 ? (n & 2 ? s : -s) : (n & 2 ? -c : c);
 }
 
-static KvStatus norm(KvArray x, KvArray weight, float eps, KvArray y) {
-  const int64_t width = weight.length;
-  norm_rows(numbers<bf16>(x), numbers<float>(weight), eps, x.length / width, width, numbers<bf16>(y), false);
+static KvStatus norm(const KvNorm* n, KvArray x, KvArray y) {
+  const int64_t width = n->weight.length;
+  norm_rows(numbers<bf16>(x), *n, x.length / width, width, numbers<bf16>(y), false);
   return KV_DONE;
 }
 
@@ -92,14 +110,14 @@ static void rotate(bf16* head, const bf16* cosine, const bf16* sine, int64_t cha
   }
   const auto product = [&](float x, bf16 by) {
     const float exact = x * widen(by);
-    return rotation == KV_EXACT_PAIRS ? exact : widen(narrow(exact));
+    return rotation >= KV_EXACT_PAIRS ? exact : widen(narrow(exact));
   };
   for (; i < half; i++) {
-    const int64_t at = pairs ? i : half + i;  // of the second channel's angle: both halves have the same
     bf16 &first = head[pairs ? 2 * i : i], &second = head[pairs ? 2 * i + 1 : half + i];
+    const int64_t at = rotation == KV_SPREAD_PAIRS ? 2 * i : i;  // of the angle of both
     const float a = widen(first), b = widen(second);
-    first = narrow(product(a, cosine[i]) + product(-b, sine[i]));
-    second = narrow(product(b, cosine[at]) + product(a, sine[at]));
+    first = narrow(product(a, cosine[at]) + product(-b, sine[at]));
+    second = narrow(product(b, cosine[pairs ? at : half + i]) + product(a, sine[pairs ? at : half + i]));
   }
 }
 

@@ -50,7 +50,14 @@ enum KvScores { /* what a router makes of its products */
 enum KvRotation { /* which of the rotated channels are rotated together */
   KV_HALVES,     /* i and i + rotated / 2; products are rounded before they are added */
   KV_PAIRS,      /* 2 i and 2 i + 1, in the same way */
-  KV_EXACT_PAIRS /* 2 i and 2 i + 1; only the sum is rounded */
+  KV_EXACT_PAIRS, /* 2 i and 2 i + 1; only the sum is rounded */
+  KV_SPREAD_PAIRS /* as KV_EXACT_PAIRS, with the angle of both at 2 i and 2 i + 1 instead of i and i + rotated / 2 */
+};
+
+enum KvOrder { /* of attention and MLP in a layer */
+  KV_IN_TURN,      /* the MLP reads the norm of the residual to which attention was added */
+  KV_SIDE_BY_SIDE, /* both read norms of the residual that enters the layer; attention is added to it, then the MLP */
+  KV_SUMMED_FIRST  /* the same, but attention and MLP are added to each other first */
 };
 
 enum KvFormat { /* of the entries of a KvPiece */
@@ -100,6 +107,13 @@ typedef struct KvMatrix {
   int64_t outputs;    /* rows of the weight; 0: there is no matrix */
   int64_t kind;       /* a KvKind */
 } KvMatrix;
+
+typedef struct KvNorm { /* of rows */
+  KvArray weight;     /* (width) float32; nothing: there is no norm */
+  KvArray bias;       /* (width) float32, added; or nothing */
+  int64_t centred;    /* 1: a LayerNorm, which subtracts the mean of a row first, 0: an RMSNorm */
+  float eps;          /* added to the mean square */
+} KvNorm;
 
 typedef struct KvRouter { /* chooses experts for each row */
   KvMatrix weight;        /* (experts, hidden), KV_BF16 or KV_F32, in whose type products are rounded */
@@ -152,23 +166,23 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
   KvArray sinks;                  /* (heads) float32: those of its attention (KvAttention); or nothing */
-  KvArray input_norm;             /* weight of the RMSNorm before attention, (hidden) float32; or nothing */
-  KvArray query_norm;             /* of each query head, (dim), or without gates of all, (heads * dim); or nothing */
-  KvArray key_norm;               /* of each key head, (dim), or of all at once, (kv_heads * dim); or nothing */
-  KvArray post_attention_norm;    /* of the output projection, before the residual is added, (hidden); or nothing */
-  KvArray pre_mlp_norm;           /* of what enters the MLP, (hidden); or nothing */
-  KvArray post_mlp_norm;          /* of the MLP's output, before the residual is added, (hidden); or nothing */
+  KvNorm input_norm;              /* before attention, (hidden); or nothing, as the others */
+  KvNorm query_norm;              /* of each query head, (dim), or without gates of all, (heads * dim) */
+  KvNorm key_norm;                /* of each key head, (dim), or of all at once, (kv_heads * dim) */
+  KvNorm post_attention_norm;     /* of the output projection, before the residual is added, (hidden) */
+  KvNorm pre_mlp_norm;            /* of what enters the MLP, (hidden) */
+  KvNorm post_mlp_norm;           /* of the MLP's output, before the residual is added, (hidden) */
   int64_t hidden;                 /* width of the residual stream */
   int64_t heads;                  /* query heads */
   int64_t kv_heads;               /* key/value heads */
   int64_t dim;                    /* width of a head, even */
   int64_t rotated;                /* channels of a query or key that are rotated, its first ones, even; 0: none */
   int64_t rotation;               /* a KvRotation */
+  int64_t order;                  /* a KvOrder; in turn, where the caller runs the MLP */
   int64_t rotates_first;          /* 1: queries and keys are rotated before their norms, 0: after them */
   float residual_scale;           /* what attention's and the MLP's output is multiplied by before it is added */
   float scaling;                  /* of attention, as KvAttention has it */
   float cap;                      /* the same */
-  float eps;                      /* of all norms */
 } KvLayer;
 
 typedef struct KvDeltaNet { /* a gated delta net (Qwen3-Next, Qwen 3.5), without its projections */
@@ -324,8 +338,8 @@ KvStatus kvkeep_product(const KvMatrix* matrix, KvArray x, KvArray bias, KvArray
 
 /* ---- layers without attention ------------------------------------------------------------------------------------ */
 
-/* Writes the RMSNorm of each row, times `weight` (width) float32. x, y: (n, width) bfloat16; they may be the same. */
-KvStatus kvkeep_norm(KvArray x, KvArray weight, float eps, KvArray y);
+/* Writes the norm of each row. x, y: (n, width) bfloat16; they may be the same. */
+KvStatus kvkeep_norm(const KvNorm* norm, KvArray x, KvArray y);
 /* Writes cosines and sines of position * frequency, times scaling. positions: (n) int64. frequencies: (half) float32.
  * cos, sin: (n, 2 * half) bfloat16: the second half repeats the first. */
 KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, KvArray cos, KvArray sin);
@@ -336,7 +350,8 @@ KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch,
                                  KvArray query, KvArray key, KvArray value, KvArray gate);
 /* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). gate: the
  * same of a gated layer, as kvkeep_before_attention wrote it; its memory is used. residual, y: (n, hidden), the
- * residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. */
+ * residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. Of a layer whose attention and
+ * MLP come in turn. */
 KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y,
                            KvArray normed);
 /* Runs a layer from its attention on: output projection, residual, MLP, residual. Arguments are those of

@@ -11,7 +11,7 @@ namespace {
 static int64_t projections(const KvLayer& l) { return ((1 + l.gated) * l.heads + 2 * l.kv_heads) * l.dim; }
 static int64_t bytes_before_attention(const KvLayer& l, int64_t rows) { return rows * (l.hidden + projections(l)) * 2; }
 static int64_t bytes_after_attention(const KvLayer& l, int64_t rows) {
-  return rows * l.hidden * 2 + (l.mlp ? MlpPass{*l.mlp, rows}.scratch_bytes() : 0);
+  return rows * (1 + (l.order != KV_IN_TURN)) * l.hidden * 2 + (l.mlp ? MlpPass{*l.mlp, rows}.scratch_bytes() : 0);
 }
 
 static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch, int64_t tokens, const bf16* cos,
@@ -19,28 +19,26 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
                                  bf16* gate, bf16* scratch) {
   const int64_t rows = batch * tokens, dim = l.dim, heads = l.heads, kv_heads = l.kv_heads;
   const int64_t width = projections(l), first_key = (1 + l.gated) * heads;  // in heads
-  const float* of_input = numbers<float>(l.input_norm);
+  const bool of_input = l.input_norm.weight.data;
   bf16 *normed = scratch, *projected = scratch + rows * l.hidden;
-  if (of_input) norm_rows(x, of_input, l.eps, rows, l.hidden, normed, true);
+  if (of_input) norm_rows(x, l.input_norm, rows, l.hidden, normed, true);
   InputRows inputs{of_input ? normed : x, rows, l.hidden, l.hidden};
   for (int64_t i = 0, column = 0; i < 3 && l.qkv[i].outputs; column += l.qkv[i++].outputs)
     multiply(l.qkv[i], inputs, numbers<bf16>(l.qkv_bias[i]), projected + column, width);
   for_each_row(rows, [&](int64_t r) {
     const int64_t b = r / tokens, i = r % tokens, angles = (shared_angles ? i : r) * l.rotated;
-    const auto normalise = [&](const KvArray& weight, bf16* y) {
-      norm_row(y, nullptr, nullptr, numbers<float>(weight), l.eps, weight.length, y);
-    };
-    if (l.query_norm.length > dim) normalise(l.query_norm, projected + r * width);
-    if (l.key_norm.length > dim) normalise(l.key_norm, projected + r * width + first_key * dim);
+    const auto normalise = [&](const KvNorm& n, bf16* y) { norm_row(y, nullptr, nullptr, n, n.weight.length, y); };
+    if (l.query_norm.weight.length > dim) normalise(l.query_norm, projected + r * width);
+    if (l.key_norm.weight.length > dim) normalise(l.key_norm, projected + r * width + first_key * dim);
     for (int64_t h = 0; h < heads + 2 * kv_heads; h++) {
       const bool is_query = h < heads, is_key = !is_query && h < heads + kv_heads;
       bf16* head = projected + r * width + (is_query ? (1 + l.gated) * h : first_key + h - heads) * dim;
-      const KvArray of_head = is_query ? l.query_norm : is_key ? l.key_norm : KvArray{};
+      const KvNorm& of_head = is_query ? l.query_norm : l.key_norm;
       const auto turn = [&] {
         if (is_query || is_key) rotate(head, cos + angles, sin + angles, l.rotated, l.rotation);
       };
       if (l.rotates_first) turn();
-      if (of_head.length == dim) normalise(of_head, head);
+      if ((is_query || is_key) && of_head.weight.length == dim) normalise(of_head, head);
       if (!l.rotates_first) turn();
       bf16* to = is_query ? query + ((b * heads + h) * tokens + i) * dim
                  : is_key ? key + ((b * kv_heads + h - heads) * tokens + i) * dim
@@ -51,20 +49,30 @@ static void run_before_attention(const KvLayer& l, const bf16* x, int64_t batch,
   });
 }
 
-// gate: of a gated layer, what attention's output is multiplied by; it is written over.
-static void run_before_mlp(const KvLayer& l, const bf16* attended, bf16* gate, const bf16* residual, int64_t rows,
-                           bf16* y, bf16* normed) {
-  const int64_t hidden = l.hidden, width = l.heads * l.dim;
-  const float *after_attention = numbers<float>(l.post_attention_norm), *before_mlp = numbers<float>(l.pre_mlp_norm);
+// A row that attention or the MLP has returned becomes what is added to the residual.
+INLINE void end_row(const KvLayer& l, const KvNorm& norm, bf16* y) {
+  if (norm.weight.data) norm_row(y, nullptr, nullptr, norm, l.hidden, y);
+  scale_row(l.residual_scale, l.hidden, y);
+}
+
+// Writes attention's output projection. gate: of a gated layer, what attention's output is multiplied by; it is
+// written over.
+static void run_projection(const KvLayer& l, const bf16* attended, bf16* gate, int64_t rows, bf16* y) {
+  const int64_t width = l.heads * l.dim;
   if (l.gated)
     for_each_row(rows, [&](int64_t r) { open_gates(attended + r * width, width, gate + r * width); });
   InputRows attention_rows{l.gated ? gate : attended, rows, width, width};
-  multiply(l.out, attention_rows, numbers<bf16>(l.out_bias), normed, hidden);
+  multiply(l.out, attention_rows, numbers<bf16>(l.out_bias), y, l.hidden);
+}
+
+static void run_before_mlp(const KvLayer& l, const bf16* attended, bf16* gate, const bf16* residual, int64_t rows,
+                           bf16* y, bf16* normed) {
+  const int64_t hidden = l.hidden;
+  run_projection(l, attended, gate, rows, normed);
   for_each_row(rows, [&](int64_t r) {
     bf16 *out = normed + r * hidden, *to = y + r * hidden;
-    if (after_attention) norm_row(out, nullptr, nullptr, after_attention, l.eps, hidden, out);
-    scale_row(l.residual_scale, hidden, out);
-    if (before_mlp) return norm_row(residual + r * hidden, out, to, before_mlp, l.eps, hidden, out);
+    end_row(l, l.post_attention_norm, out);
+    if (l.pre_mlp_norm.weight.data) return norm_row(residual + r * hidden, out, to, l.pre_mlp_norm, hidden, out);
     memmove(to, residual + r * hidden, size_t(hidden) * 2);
     add_row(out, hidden, to);
     memcpy(out, to, size_t(hidden) * 2);
@@ -73,15 +81,27 @@ static void run_before_mlp(const KvLayer& l, const bf16* attended, bf16* gate, c
 
 static void run_after_attention(const KvLayer& l, const bf16* attended, bf16* gate, const bf16* residual, int64_t rows,
                                 bf16* y, bf16* scratch) {
-  const float* after_mlp = numbers<float>(l.post_mlp_norm);
-  bf16* normed = scratch;
-  run_before_mlp(l, attended, gate, residual, rows, y, normed);
-  MlpPass{*l.mlp, rows}.run(normed, normed, (char*)(scratch + rows * l.hidden));
+  const int64_t hidden = l.hidden;
+  const bool in_turn = l.order == KV_IN_TURN;
+  bf16 *normed = scratch, *of_attention = normed + rows * hidden, *rest = of_attention + !in_turn * rows * hidden;
+  if (in_turn) {
+    run_before_mlp(l, attended, gate, residual, rows, y, normed);
+  } else {
+    run_projection(l, attended, gate, rows, of_attention);
+    for_each_row(rows, [&](int64_t r) {
+      end_row(l, l.post_attention_norm, of_attention + r * hidden);
+      norm_row(residual + r * hidden, nullptr, nullptr, l.pre_mlp_norm, hidden, normed + r * hidden);
+    });
+  }
+  MlpPass{*l.mlp, rows}.run(normed, normed, (char*)rest);
   for_each_row(rows, [&](int64_t r) {
-    bf16 *out = normed + r * l.hidden, *to = y + r * l.hidden;
-    if (after_mlp) norm_row(out, nullptr, nullptr, after_mlp, l.eps, l.hidden, out);
-    scale_row(l.residual_scale, l.hidden, out);
-    add_row(out, l.hidden, to);
+    bf16 *out = normed + r * hidden, *to = y + r * hidden;
+    end_row(l, l.post_mlp_norm, out);
+    if (!in_turn) {
+      memmove(to, residual + r * hidden, size_t(hidden) * 2);
+      add_row(of_attention + r * hidden, hidden, l.order == KV_SUMMED_FIRST ? out : to);
+    }
+    add_row(out, hidden, to);
   });
 }
 

@@ -76,13 +76,26 @@ bool mlp_fits(const KvMlp& m) {
   return true;
 }
 
+// A norm of rows of one of two widths, or no norm.
+bool norm_fits(const KvNorm& n, Wide width, Wide other) {
+  if (!has(n.weight)) return !n.weight.data;
+  const Wide length = n.weight.length;
+  RULE((length == width || length == other) && holds(n.weight, KV_FLOAT32, length) &&
+           (!has(n.bias) || n.bias.length == length) && holds_or_nothing(n.bias, KV_FLOAT32, length),
+       "weights and biases of norms must be float32 of each channel");
+  RULE(n.centred == 0 || n.centred == 1, "a norm must subtract the mean, or not");
+  return true;
+}
+
 bool layer_fits(const KvLayer& l) {
   for (int64_t one : {l.hidden, l.heads, l.kv_heads, l.dim})
     RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
   RULE(l.dim % 2 == 0 && (l.gated == 0 || l.gated == 1), "heads must be of an even width");
   if (!cap_fits(l.cap)) return false;
+  RULE(l.order == KV_IN_TURN || (l.order > 0 && l.order <= KV_SUMMED_FIRST && l.mlp && has(l.pre_mlp_norm.weight)),
+       "attention and MLP of a layer must come in turn, or both be here, with a norm before each");
   RULE(l.rotated >= 0 && l.rotated <= l.dim && l.rotated % 2 == 0 && l.rotation >= 0 &&
-           l.rotation <= KV_EXACT_PAIRS,
+           l.rotation <= KV_SPREAD_PAIRS,
        "rotated channels must be pairs of a head, in a way that the library has");
   if (!matrices_fit(l.qkv, 3, l.hidden, ((1 + l.gated) * Wide(l.heads) + 2 * Wide(l.kv_heads)) * l.dim)) return false;
   if (!matrices_fit(&l.out, 1, l.heads * l.dim, l.hidden)) return false;
@@ -92,15 +105,10 @@ bool layer_fits(const KvLayer& l) {
     RULE(holds_or_nothing(l.qkv_bias[i], KV_BFLOAT16, l.qkv[i].outputs), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.out_bias, KV_BFLOAT16, l.hidden), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.sinks, KV_FLOAT32, l.heads), "sinks must be float32 of each head");
-  for (const KvArray* norm : {&l.input_norm, &l.post_attention_norm, &l.pre_mlp_norm, &l.post_mlp_norm})
-    RULE(holds_or_nothing(*norm, KV_FLOAT32, l.hidden), "weights of norms must be float32 of each channel");
-  const auto of_heads = [&](const KvArray& norm, Wide heads) {
-    return holds_or_nothing(norm, KV_FLOAT32, norm.length) &&
-           (!has(norm) || norm.length == l.dim || norm.length == heads * l.dim);
-  };
-  RULE(of_heads(l.query_norm, l.gated ? 1 : l.heads) && of_heads(l.key_norm, l.kv_heads),
-       "norms of queries and keys must be float32 of the channels of a head, or of all heads");
-  return true;
+  for (const KvNorm* norm : {&l.input_norm, &l.post_attention_norm, &l.pre_mlp_norm, &l.post_mlp_norm})
+    if (!norm_fits(*norm, l.hidden, l.hidden)) return false;
+  return norm_fits(l.query_norm, l.dim, (l.gated ? 1 : l.heads) * Wide(l.dim)) &&
+         norm_fits(l.key_norm, l.dim, l.kv_heads * Wide(l.dim));
 }
 
 }  // namespace
@@ -146,9 +154,10 @@ bool product_fits(const KvMatrix& m, const KvArray& x, const KvArray& bias, cons
   return true;
 }
 
-bool norm_fits(const KvArray& x, const KvArray& weight, const KvArray& y) {
-  RULE(weight.length > 0 && holds(weight, KV_FLOAT32, weight.length), "weights of norms must be float32");
-  RULE(is_rows_of(x, weight.length) && holds(y, KV_BFLOAT16, x.length),
+bool norm_fits(const KvNorm& n, const KvArray& x, const KvArray& y) {
+  RULE(n.weight.length > 0, "a norm must have a width");
+  if (!norm_fits(n, Wide(n.weight.length), n.weight.length)) return false;
+  RULE(has(n.weight) && is_rows_of(x, n.weight.length) && holds(y, KV_BFLOAT16, x.length),
        "a norm must read and write bfloat16 rows as wide as its weights");
   return true;
 }

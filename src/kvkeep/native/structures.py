@@ -93,8 +93,11 @@ SILU, GELU_TANH, RELU2 = (CONSTANTS[f"KV_{name}"] for name in ("SILU", "GELU_TAN
 """KvActivation: the activation of an MLP."""
 SOFTMAX, SIGMOID = CONSTANTS["KV_SOFTMAX"], CONSTANTS["KV_SIGMOID"]
 """KvScores: what a router makes of its products."""
-HALVES, PAIRS, EXACT_PAIRS = (CONSTANTS[f"KV_{name}"] for name in ("HALVES", "PAIRS", "EXACT_PAIRS"))
+HALVES, PAIRS = CONSTANTS["KV_HALVES"], CONSTANTS["KV_PAIRS"]
+EXACT_PAIRS, SPREAD_PAIRS = CONSTANTS["KV_EXACT_PAIRS"], CONSTANTS["KV_SPREAD_PAIRS"]
 """KvRotation: which of the rotated channels are rotated together."""
+IN_TURN, SIDE_BY_SIDE, SUMMED_FIRST = (CONSTANTS[f"KV_{name}"] for name in ("IN_TURN", "SIDE_BY_SIDE", "SUMMED_FIRST"))
+"""KvOrder: how attention and MLP of a layer follow each other."""
 PLAIN, GROUPED = CONSTANTS["KV_PLAIN"], CONSTANTS["KV_GROUPED"]
 BY_CHANNEL, SKETCHED = CONSTANTS["KV_BY_CHANNEL"], CONSTANTS["KV_SKETCHED"]
 """KvFormat: how the entries of a piece are stored."""
@@ -126,8 +129,15 @@ class KvMatrix(ctypes.Structure):
     _fields_ = _fields("KvMatrix")
 
 
+class KvNorm(ctypes.Structure):
+    """A norm of rows: its weight and bias, and its kind."""
+
+    __slots__ = ()
+    _fields_ = _fields("KvNorm")
+
+
 class KvLayer(ctypes.Structure):
-    """A decoder layer: its matrices, biases, weights of norms, and its MLP."""
+    """A decoder layer: its matrices, biases, norms, and its MLP."""
 
     __slots__ = ("kept",)
     _fields_ = _fields("KvLayer")
