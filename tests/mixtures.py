@@ -33,6 +33,10 @@ MIXTURES = {
         **COMMON | {"intermediate_size": 32}, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     ),
+    "lfm2_moe": lambda: hf.Lfm2MoeConfig(
+        **COMMON | OWN, head_dim=16, num_experts=8, num_dense_layers=0,
+        layer_types=["conv", "full_attention"] * 2,
+    ),
     "granitemoe": lambda: hf.GraniteMoeConfig(
         **COMMON | {"intermediate_size": 32}, num_local_experts=8, num_experts_per_tok=2, residual_multiplier=0.3
     ),
@@ -53,6 +57,15 @@ MIXTURES = {
         moe_shared_expert_intermediate_size=32,
     ),
 }  # fmt: skip
+INNER_ROUTERS = {
+    "hunyuan_v1_moe": lambda: hf.HunYuanMoEV1Config(
+        **COMMON | {"intermediate_size": 32}, head_dim=16, num_experts=8, moe_topk=2
+    ),
+    "afmoe": lambda: hf.AfmoeConfig(
+        **COMMON | OWN, head_dim=16, num_experts=8, num_dense_layers=0, num_shared_experts=1, sliding_window=16
+    ),
+}
+"""Mixtures whose routers have their weight in a layer of their own."""
 OWN = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -62,9 +75,9 @@ LATENT = {
 
 def mixture(family: str) -> Any:
     torch.manual_seed(1)
-    model = hf.AutoModelForCausalLM.from_config(MIXTURES[family]())
+    model = hf.AutoModelForCausalLM.from_config((MIXTURES | INNER_ROUTERS)[family]())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4.0)
+                parameter.mul_(4.0) if parameter.any() else parameter.normal_()
     return model.eval()

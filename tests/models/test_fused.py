@@ -138,8 +138,8 @@ def test_a_layer_that_rotates_otherwise_is_not_taken(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     "family",
     [
-        "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "minimax_m2", "mixtral", "olmoe",
-        "qwen2_moe", "qwen3_moe",
+        "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "minimax_m2",
+        "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
     ],
 )  # fmt: skip
 def test_a_mixture_has_the_bits_of_its_modules(family: str, tmp_path: Path) -> None:
@@ -171,14 +171,13 @@ def test_scores_are_capped_like_those_of_the_modules(made: Any) -> None:
 @pytest.mark.parametrize("family", BESIDE_RECURRENT)
 def test_attention_layers_beside_recurrent_ones_are_the_librarys(family: str, made: Any) -> None:
     model = made(family, "int8")
-    # Layers of Nemotron-H have one part each; LFM2-MoE's router computes in bfloat16.
-    alone, without_mlp = family == "nemotron_h", family in ("nemotron_h", "lfm2_moe")
+    alone = without_mlp = family == "nemotron_h"  # whose layers have one part each
     forwards = [vars(layer).get("forward") for layer in model.model.layers]
     found = [isinstance(one, FusedLayer) and (without_mlp or one.mlp is not None) for one in forwards]
     assert found == ([False, True, False] if alone else [False, True]) * 2
     mlps = [part for part in model.modules() if type(part).__name__.endswith(("MLP", "MoE", "MoeBlock"))]
     replaced = [isinstance(vars(one).get("forward"), FusedMlp) for one in mlps]
-    assert sum(replaced) == 2 if family == "lfm2_moe" else replaced and all(replaced)
+    assert replaced and all(replaced)
     other, mask = by_modules(model), torch.ones_like(IDS)
     mask[0, :9] = 0
     assert torch.equal(logits(model, attention_mask=mask)[:, 9:], logits(other, attention_mask=mask)[:, 9:])

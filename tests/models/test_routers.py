@@ -14,11 +14,12 @@ import pytest
 import torch
 from conftest import saved
 from helpers import padded, prompt, step
-from mixtures import MIXTURES, mixture
+from mixtures import INNER_ROUTERS, MIXTURES, mixture
 from torch.nn import functional
 
 from kvkeep import KeepCache
 from kvkeep.models.loading import load
+from kvkeep.models.mlps import FusedMlp
 from kvkeep.models.packed import PackedLinear
 from kvkeep.models.routers import LibraryRouter, RouterWeight
 from kvkeep.native.structures import SIGMOID, SOFTMAX
@@ -54,8 +55,9 @@ def test_other_functions_and_types_are_those_of_a_parameter() -> None:
 ROUTERS = {
     "deepseek_v2": "DeepseekV2TopkRouter", "deepseek_v3": "DeepseekV3TopkRouter",
     "ernie4_5_moe": "Ernie4_5_MoeTopKRouter", "glm4_moe": "Glm4MoeTopkRouter", "gpt_oss": "GptOssTopKRouter",
-    "granitemoe": "GraniteMoeTopKRouter", "minimax_m2": "MiniMaxM2TopKRouter", "mixtral": "MixtralTopKRouter",
-    "nemotron_h": "NemotronHTopkRouter", "olmoe": "OlmoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter",
+    "granitemoe": "GraniteMoeTopKRouter", "lfm2_moe": "Lfm2MoeTopKRouter", "minimax_m2": "MiniMaxM2TopKRouter",
+    "mixtral": "MixtralTopKRouter", "nemotron_h": "NemotronHTopkRouter", "olmoe": "OlmoeTopKRouter",
+    "qwen3_moe": "Qwen3MoeTopKRouter",
 }  # fmt: skip
 
 
@@ -73,12 +75,12 @@ def test_a_router_sends_a_row_to_the_same_experts_beside_many_others(family: str
     forward = vars(router).get("forward")
     assert isinstance(router.weight, RouterWeight)
     assert type(forward) is LibraryRouter
-    single = ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")
+    single = ("gpt_oss", "granitemoe", "lfm2_moe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")
     kept = torch.bfloat16 if family in single else torch.float32
     assert router.weight.dtype == kept and torch.equal(router.weight, plain.get_submodule(name).weight.to(kept))
     assert all(one.dtype == torch.float32 for name, one in model.named_buffers() if name.endswith("correction_bias"))
     x = torch.randn(3001, router.weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    biases = [torch.rand(8)] if family == "minimax_m2" else []
+    biases = [torch.rand(8)] if family in ("lfm2_moe", "minimax_m2") else []
     with torch.no_grad():
         together, alone = router(x, *biases), [router(row[None], *biases) for row in x]
         theirs = type(router).forward(router, x, *biases)
@@ -89,6 +91,23 @@ def test_a_router_sends_a_row_to_the_same_experts_beside_many_others(family: str
     assert distinct.sum() > 2000
     near = {"atol": 1e-6, "rtol": 0.01 if theirs[1].dtype == torch.bfloat16 else 1e-5}
     torch.testing.assert_close(dense(*together[1:])[distinct], dense(*theirs[1:])[distinct], **near)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("family", INNER_ROUTERS)
+def test_a_router_whose_weight_is_a_layer_is_the_librarys(family: str, weights: str, tmp_path: Path) -> None:
+    model: Any = load(saved(mixture(family), tmp_path), weights=weights, device="cpu").model
+    mlps = [layer.mlp for layer in model.model.layers]
+    router = getattr(mlps[0], "router", None) or mlps[0].gate
+    assert type(vars(router).get("forward")) is LibraryRouter
+    assert all(isinstance(vars(one).get("forward"), FusedMlp) for one in mlps)
+    x = torch.randn(1, 301, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    biases = [torch.rand(8)] if family == "afmoe" else []
+    with torch.no_grad():
+        found, theirs = router(x, *biases), type(router).forward(router, x, *biases)
+        assert torch.equal(found[1], torch.cat([router(row[None, None], *biases)[1] for row in x[0]]))
+    distinct = theirs[0].sort().values.diff().ne(0).all(-1)  # of equal products, either expert may be chosen
+    torch.testing.assert_close(dense(*found[1:])[distinct], dense(*theirs[1:])[distinct], atol=1e-6, rtol=0.01)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
@@ -102,7 +121,7 @@ def test_a_router_chooses_the_greatest_scores_and_of_equal_ones_the_first(kind: 
     module = SimpleNamespace(weight=made, routed_scaling_factor=2.5)
     like = torch.empty(0), torch.empty(0), torch.empty(0, 6, dtype=torch.int64)
     for normalised, choice in product((False, True), (None, biases)):
-        router = LibraryRouter(module, scores, normalised, 0, like)
+        router = LibraryRouter(module, scores, normalised, 1, 0, like)
         logits, weights, chosen = router(x) if choice is None else router(x, choice)
         assert torch.equal(logits, functional.linear(x.to(kind), made).float())
         wanted = logits.double().softmax(-1) if scores == SOFTMAX else logits.double().sigmoid()

@@ -631,6 +631,17 @@ void hash_mixture() {
         hash.add(chosen);
       }
     });
+    print("router" + name + ", each result rounded", [&](Hash& hash) {
+      Array<bf16> x(40 * HIDDEN);
+      Array<float> logits(40 * COUNT), weights(40 * K);
+      Array<int64_t> chosen(40 * K);
+      fill(x, 40, 41);
+      KvRouter other = router;
+      other.rounded = 2;
+      done(kvkeep_route(&other, numbers(x), numbers(logits), numbers(weights), numbers(chosen)));
+      hash.add(weights);
+      hash.add(chosen);
+    });
     Layer one(KV_Q4_0, 176, form);
     const KvMlp beside = one.mlp;
     one.mlp = KvMlp{};

@@ -925,8 +925,8 @@ class Router:
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("struct.weight.kind", KIND_NUMBERS["F16"], "a weight without blocks"),
-        ("struct.weight.outputs", 0, "a weight without blocks"),
+        ("struct.weight.outputs", 0, "a router must have a weight"),
+        ("struct.rounded", 3, "in a way that the library has"),
         ("struct.bias", torch.ones(5), "biases of a router"),
         ("struct.choice_bias", torch.ones(4), "biases of a router"),
         ("struct.k", 0, "experts that exist"),

@@ -9,6 +9,7 @@ those of a single row for any number of rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
@@ -19,14 +20,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kvkeep.errors import trial
-from kvkeep.models.packed import Blocks, Packed, WithPointers, multiplied
+from kvkeep.models.packed import Blocks, Packed, PackedLinear, WithPointers, multiplied
 from kvkeep.native.library import kernels, library
 from kvkeep.native.structures import SIGMOID, SOFTMAX, KvRouter, address_of, array
 
+_NAMES = re.compile("Router|Gate$")
+"""What families call the classes of routers."""
+_SCALES = ("routed_scaling_factor", "route_scale")
+"""What they call the factor of weights."""
 TRIAL_ROWS = 40
 """Rows for which the library and a router are compared."""
-_WAYS = tuple(product((SOFTMAX, SIGMOID), (False, True)))
-"""How a router may choose, as :class:`LibraryRouter` takes it: its scores, and whether weights are normalised."""
+_WAYS = tuple(product((SOFTMAX, SIGMOID), (False, True), (1, 2)))
+"""How a router may choose, as :class:`LibraryRouter` takes it: its scores, whether weights are normalised, and how
+those of routers in bfloat16 are rounded."""
 
 
 class RouterWeight(nn.Parameter):
@@ -96,14 +102,20 @@ class Routed:
 class LibraryRouter(WithPointers):
     """The forward of a router by the library."""
 
-    def __init__(self, module: Any, scores: int, normalised: bool, group_scores: int, like: Sequence[Tensor]) -> None:
-        """scores: a KvScores. normalised: whether weights are divided by their sum. group_scores: how many scores make
-        that of a group of experts, of which some are chosen first; 0: experts are chosen from all. like: what the
-        module returns."""
+    def __init__(
+        self, module: Any, scores: int, normalised: bool, rounded: int, group_scores: int, like: Sequence[Tensor]
+    ) -> None:
+        """scores: a KvScores. normalised: whether weights are divided by their sum. rounded: what is rounded where
+        weights are bfloat16, 1: only these, 2: scores and each result. group_scores: how many scores make that of a
+        group of experts, of which some are chosen first; 0: experts are chosen from all. like: what the module
+        returns."""
         self.module, self.scores, self.normalised, self.group_scores = module, scores, normalised, group_scores
-        self.matrix: Packed = module.weight.packed
+        self.rounded = rounded
+        if (matrix := _matrix(module)) is None:
+            raise TypeError("its weight is not the library's")
+        self.matrix = matrix
         self.k, self.dtypes = like[2].shape[-1], [one.dtype for one in like]
-        self.scale = float(getattr(module, "routed_scaling_factor", 1.0))
+        self.scale = float(next((getattr(module, name) for name in _SCALES if hasattr(module, name)), 1.0))
         bias = getattr(module, "bias", None)
         self.bias = None if bias is None else bias.detach().to(module.weight.dtype)
         choice = getattr(getattr(module, "moe_statics", module), "e_score_correction_bias", None)
@@ -123,7 +135,7 @@ class LibraryRouter(WithPointers):
             taken_groups=self.module.topk_group if self.group_scores else 1,
             group_scores=self.group_scores or 1,
             normalised=self.normalised,
-            rounded=self.dtypes[1] == torch.bfloat16,
+            rounded=self.rounded if self.dtypes[1] == torch.bfloat16 else 0,
             scale=self.scale,
         )
         struct.kept = [*self.matrix.buffers(), self.bias, self.choice_bias]
@@ -150,35 +162,52 @@ def replace_routers(model: Any) -> None:
     """Let a model's routers compute each row alone: by the library, where a trial shows that it chooses as they do. The
     weights of others are replaced where the library then computes their products, and their forward where it has a
     sigmoid."""
-    for module in [one for one in model.modules() if "Router" in type(one).__name__]:
+    for module in [one for one in model.modules() if _NAMES.search(type(one).__name__)]:
         module.forward = routed = Routed(module)
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            module.weight = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
+            experts, hidden = weight.shape
+        elif (matrix := _matrix(module)) is not None:
+            experts, hidden = matrix.out_features, matrix.in_features
+        else:
             continue
-        module.weight = made = RouterWeight(weight.detach(), requires_grad=weight.requires_grad)
-        x = torch.randn(TRIAL_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        x = torch.randn(TRIAL_ROWS, hidden, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
         # Of large rows few experts have high scores, of small ones all have nearly the same.
         x = x * 2.0 ** -(torch.arange(TRIAL_ROWS) % 8)[:, None].to(torch.bfloat16)
-        for biases in ((), (torch.zeros(len(weight)),)):  # some are given the biases of the choice
-            if made.packed is None:
-                with trial("a router"):
-                    wanted = module(x, *biases)
-                    if (router := _by_library(module, x, biases, wanted)) is not None:
-                        module.forward = router
-                    elif not routed.has_sigmoid:
-                        del module.forward
-        if made.packed is None:
+        # Some are given the biases of the choice; small ones, by which one of several experts with the same score is
+        # chosen.
+        biases = torch.arange(experts) * 2.0**-18
+        for given in ((x,), (x, biases), (x[None], biases)):
+            with trial("a router"):
+                wanted = module(*given)
+                if (router := _by_library(module, given, wanted)) is not None:
+                    module.forward = router
+                elif not routed.has_sigmoid:
+                    del module.forward
+                break
+        if isinstance(weight, nn.Parameter) and _matrix(module) is None:
             module.weight = weight
 
 
-def _by_library(module: Any, x: Tensor, biases: Sequence[Tensor], wanted: Sequence[Tensor]) -> LibraryRouter | None:
-    """Return a router that chooses what ``module`` does for rows ``x``; None: the library has none. wanted: what the
-    module returns."""
+def _matrix(module: Any) -> Packed | None:
+    """Return the matrix of a router: its weight, once the library has multiplied by it, or its only layer."""
+    if isinstance(weight := getattr(module, "weight", None), RouterWeight):
+        return weight.packed
+    inner = [one for one in module.children() if isinstance(one, PackedLinear)]
+    return inner[0] if len(inner) == 1 and inner[0].plain else None
+
+
+def _by_library(module: Any, given: Sequence[Tensor], wanted: Sequence[Tensor]) -> LibraryRouter | None:
+    """Return a router that chooses what ``module`` does for what it is ``given``; None: the library has none. wanted:
+    what the module returns."""
     grouped = (getattr(module, "num_group", None) or 1) > 1
-    for (scores, normalised), group_scores in product(_WAYS, (1, 2) if grouped else (0,)):
+    for (scores, normalised, rounded), group_scores in product(_WAYS, (1, 2) if grouped else (0,)):
+        if rounded == 2 and wanted[1].dtype != torch.bfloat16:
+            continue
         with trial("a router's choice"):
-            router = LibraryRouter(module, scores, normalised, group_scores, wanted)
-            if _same_choice(router(x, *biases), wanted):
+            router = LibraryRouter(module, scores, normalised, rounded, group_scores, wanted)
+            if _same_choice(router(*given), wanted):
                 return router
     return None
 

@@ -116,7 +116,7 @@ typedef struct KvNorm { /* of rows */
 } KvNorm;
 
 typedef struct KvRouter { /* chooses experts for each row */
-  KvMatrix weight;        /* (experts, hidden), KV_BF16 or KV_F32, in whose type products are rounded */
+  KvMatrix weight;        /* (experts, hidden); products are float32 if it is KV_F32, else rounded to bfloat16 */
   KvArray bias;           /* (experts), added to products, in their type; or nothing */
   KvArray choice_bias;    /* (experts) float32, added to scores only where they are compared; or nothing */
   int64_t scores;         /* a KvScores */
@@ -125,7 +125,7 @@ typedef struct KvRouter { /* chooses experts for each row */
   int64_t taken_groups;   /* from which experts are chosen: those of the greatest scores; of equal ones the first */
   int64_t group_scores;   /* 1: a group's score is the greatest of its experts, 2: the sum of the greatest two */
   int64_t normalised;     /* 1: weights, the scores of these, are divided by their sum */
-  int64_t rounded;        /* 1: weights are rounded to bfloat16 */
+  int64_t rounded;        /* 1: weights are rounded to bfloat16; 2: so are scores, their sum and each result */
   float scale;            /* what weights are multiplied by */
 } KvRouter;
 

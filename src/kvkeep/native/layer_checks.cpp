@@ -26,11 +26,11 @@ bool matrices_fit(const KvMatrix* matrices, int count, int64_t inputs, Wide outp
 bool router_fits(const KvRouter& r) {
   const KvMatrix& m = r.weight;
   if (!matrix_fits(m)) return false;
-  RULE(m.outputs > 0 && (m.kind == KV_BF16 || m.kind == KV_F32), "a router must have a weight without blocks");
+  RULE(m.outputs > 0, "a router must have a weight");
   RULE(holds_or_nothing(r.bias, m.kind == KV_F32 ? KV_FLOAT32 : KV_BFLOAT16, m.outputs) &&
            holds_or_nothing(r.choice_bias, KV_FLOAT32, m.outputs),
        "biases of a router must be of each expert, of the type of products, and float32 for the choice");
-  RULE(r.scores >= 0 && r.scores <= KV_SIGMOID && r.k > 0 && r.k <= m.outputs,
+  RULE(r.scores >= 0 && r.scores <= KV_SIGMOID && r.rounded >= 0 && r.rounded <= 2 && r.k > 0 && r.k <= m.outputs,
        "a router must choose experts that exist, in a way that the library has");
   RULE(r.groups > 0 && r.groups <= m.outputs && m.outputs % r.groups == 0 && r.taken_groups > 0 &&
            r.taken_groups <= r.groups && r.k <= r.taken_groups * (m.outputs / r.groups) &&

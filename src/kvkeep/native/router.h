@@ -44,6 +44,7 @@ struct RouterPass {
     float *score = scores + at, *order = choice + at;
     uint8_t* is_taken = taken + at;
     find_scores(logits, score);
+    for (int64_t i = 0; i < experts(); i++) score[i] = rounded(score[i], 2);
     const float* added = numbers<float>(r.choice_bias);
     for (int64_t i = 0; i < experts(); i++) order[i] = added ? score[i] + added[i] : score[i];
     memset(is_taken, 0, size_t(experts()));
@@ -58,12 +59,15 @@ struct RouterPass {
       weights[j] = score[best];
       total = total + weights[j];
     }
+    total = rounded(total, 2);
     for (int64_t j = 0; j < r.k; j++) {
-      if (r.normalised) weights[j] = weights[j] / total;
-      weights[j] = weights[j] * r.scale;
-      if (r.rounded) weights[j] = widen(narrow(weights[j]));
+      if (r.normalised) weights[j] = rounded(weights[j] / total, 2);
+      weights[j] = rounded(weights[j] * r.scale, 1);
     }
   }
+
+  // A number that routers round which have at least this value of `rounded`.
+  float rounded(float x, int64_t from) const { return r.rounded >= from ? widen(narrow(x)) : x; }
 
   // Marks the experts of all groups but those of the greatest scores as taken.
   void leave_groups(const float* order, uint8_t* is_taken) const {
