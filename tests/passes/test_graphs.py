@@ -55,7 +55,7 @@ BEFORE = 4
 
 @memoised
 def model_of(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    return on_gpu(tiny.__wrapped__(family).to(dtype))
+    return on_gpu(copy.deepcopy(tiny(family)).to(dtype))
 
 
 class Twins:
@@ -205,7 +205,7 @@ def test_entries_that_the_cache_has_moved_are_freed() -> None:
 
 
 def test_positions_within_the_cache_begin_again_before_the_models_end(graphs: list[CapturedGraph]) -> None:
-    twins = Twins("streaming-llm", 16, on_gpu(tiny.__wrapped__("llama", positions=64)), chunk=16)
+    twins = Twins("streaming-llm", 16, on_gpu(copy.deepcopy(tiny("llama", positions=64))), chunk=16)
     twins.read(twins.next(40))
     twins.step(140)
     assert twins.captured and len(graphs) == 4
@@ -320,7 +320,7 @@ def test_a_number_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch, graphs: l
 
 
 def test_hooks_run_and_weights_are_those_of_the_model(graphs: list[CapturedGraph]) -> None:
-    twins = full(model=on_gpu(tiny.__wrapped__("llama")))
+    twins = full(model=on_gpu(copy.deepcopy(tiny("llama"))))
     norm, calls = twins.model.model.norm, list[int]()
     with torch.no_grad():
         norm.weight.mul_(2)
@@ -338,6 +338,19 @@ def test_hooks_run_and_weights_are_those_of_the_model(graphs: list[CapturedGraph
         twins.model.model.norm.forward = lambda hidden: forward(hidden) / 2
         twins.step(10)
     assert twins.captured and len(graphs) == 3
+
+
+def test_hooks_of_kvkeep_and_of_transformers_do_not_prevent_a_graph() -> None:
+    """A copy of a bound model has them, and a model that was asked for its hidden states."""
+    model = copy.deepcopy(tiny("llama"))
+    KeepCache(model, "h2o", 16)
+    with torch.no_grad():
+        model(prompt(1, 5), output_hidden_states=True)
+    assert any(layer._forward_hooks for layer in model.model.layers)
+    twins = Twins("h2o", 16, on_gpu(copy.deepcopy(model)))
+    twins.read(twins.next(LENGTH))
+    twins.step(BEFORE + 2)
+    assert twins.captured
 
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])

@@ -3,6 +3,7 @@ graph, one graph serves a whole answer, and each exact pass reads the host's ent
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache as memoised
@@ -63,7 +64,7 @@ def fixed_runs(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @memoised
 def model_of(family: str = "llama") -> Any:
-    return on_gpu(tiny.__wrapped__(family))
+    return on_gpu(copy.deepcopy(tiny(family)))
 
 
 def cache_of(method: str, **options: Any) -> KeepCache:

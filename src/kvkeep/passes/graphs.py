@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from kvkeep.memory.clock import Clock
-from kvkeep.models.adapter import decoder_of, layers_of, processes
+from kvkeep.models import binding
+from kvkeep.models.adapter import processes
 from kvkeep.models.forward import current_probe
 from kvkeep.passes.operators import Operators
 from kvkeep.passes.stream import CacheStream
@@ -209,16 +210,15 @@ class ModelParts:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         """The model."""
-        modules, decoder = [*model.modules()], decoder_of(model)
+        modules = [*model.modules()]
         self._attributes = [vars(one) for one in modules]
         parts = [part for one in modules for part in (one._modules, one._parameters, one._buffers)]
         self._tables: list[dict[str, Any]] = [one for one in parts if one]
         self._hooks = [*chain.from_iterable((one._forward_hooks, one._forward_pre_hooks) for one in modules)]
         self._tensors = [*model.parameters(), *model.buffers()]
-        own_hooks = 2 + 2 * (decoder is not model) + len(layers_of(decoder))
         compiled = any(one._compiled_call_impl is not None for one in modules) or hasattr(model, "_orig_mod")
         switched = any(hasattr(one, "_active_adapter") for one in modules)  # adapters of peft, by numbers of Python
-        self.refused = compiled or switched or processes(model) > 1 or self._hook_count() != own_hooks
+        self.refused = compiled or switched or processes(model) > 1 or bool(self._hook_count())
         """Whether a graph would leave out what a pass of the model does."""
         self._before = self._parts()
         try:
@@ -242,4 +242,14 @@ class ModelParts:
         return [*modes, self.model.training, self._hook_count(), *[one.data_ptr() for one in self._tensors]]
 
     def _hook_count(self) -> int:
-        return sum(map(len, self._hooks)) + bool(torch_modules._has_any_global_hook())
+        hooks = chain.from_iterable(one.values() for one in self._hooks)
+        return sum(map(_runs_with_each_token, hooks)) + bool(torch_modules._has_any_global_hook())
+
+
+_WITHOUT_EFFECT = binding.__name__, "transformers.utils.output_capturing"
+"""Modules with hooks that do nothing in a replay: kvkeep's own, which prepare the pass that is captured, and those by
+which transformers collects what layers compute, which stay on a model that was asked for hidden states once."""
+
+
+def _runs_with_each_token(hook: Any) -> bool:
+    return getattr(getattr(hook, "func", hook), "__module__", "") not in _WITHOUT_EFFECT
