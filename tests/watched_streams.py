@@ -5,7 +5,8 @@ that do not wait for each other. The host is a stream, too.
         ...
     assert not races
 
-Watched is memory that a stream other than the default one has used. The pretended GPU runs each operator at once, so a
+Watched is memory that a stream other than the default one has used. New memory may still be in use: by operators of
+the stream on which it is allocated, for a tensor that was freed. The pretended GPU runs each operator at once, so a
 race gives the right numbers there. A GPU would give others, now and then.
 """
 
@@ -66,6 +67,7 @@ class _Watch(TorchDispatchMode):
         self.races: list[str] = []
         self._known: dict[int, dict[tuple[_Stream, int, int, bool], int]] = {}
         self._alive: list[Any] = []  # watched storages, so that their addresses stay theirs
+        self._made: dict[int, tuple[_Stream, int]] = {}  # by address, the stream that memory is made for, and when
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -81,7 +83,13 @@ class _Watch(TorchDispatchMode):
                 for one in tree_leaves(value):
                     if isinstance(one, Tensor):
                         self._use(one, stream, time, writes, str(func))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not is_view:
+            before = {one.untyped_storage().data_ptr() for one in given}
+            for one in tree_leaves(result):
+                if isinstance(one, GpuTensor) and (at := one.untyped_storage().data_ptr()) not in before:
+                    self._made[at] = self.current, self.current.tick()
+        return result
 
     def _use(self, tensor: Tensor, stream: _Stream, time: int, writes: bool, name: str) -> None:
         inner = tensor.inner if isinstance(tensor, GpuTensor) else tensor
@@ -92,6 +100,8 @@ class _Watch(TorchDispatchMode):
                 return
             known = self._known[storage.data_ptr()] = {}
             self._alive.append(storage)
+            if (made := self._made.get(storage.data_ptr())) is not None:
+                known[made[0], 0, storage.nbytes(), True] = made[1]
         low = inner.storage_offset() * inner.itemsize
         high = low + inner.itemsize * (
             1 + sum((size - 1) * step for size, step in zip(inner.shape, inner.stride(), strict=True))

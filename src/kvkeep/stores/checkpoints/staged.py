@@ -143,6 +143,7 @@ class Staging:
             with torch.inference_mode(False):  # tensors created in it are read-only outside
                 self._data = torch.empty(BUFFERS, lanes * self._elements[layer], dtype=dtype, device=self.device)
             self._data.record_stream(self._stream)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still use this memory
             self._buffers = [_Buffer(part) for part in self._data]
 
     def _capacity(self, rows: PinnedRows) -> int:
