@@ -8,12 +8,8 @@ number of rows of a tile never changes.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -436,42 +432,6 @@ def test_a_layer_takes_three_launches_and_one_copy_for_any_number_of_sessions(
         kernels.run(run, starts, *row, 0.3)
     with_pages = sum(isinstance(one.attend[0].keys, JoinedSpans) for one in run)
     assert launched == {"write_entries": 2, "attend_block": 2, "combine": 2, "table": with_pages}
-
-
-COMPILED = """
-import triton
-from kvkeep.step.triton import kernels, tables
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-types = {"tasks": "*i64", "table": "*i64", "writes": "*i64", "scaling": "fp32"}
-types |= dict.fromkeys(("anchor", "query", "output", "key", "value"), "*bf16")
-types |= dict.fromkeys(("parts", "sums", "lse", "state", "sinks"), "*fp32")
-shape = {"K": 64, "V": 64, "DIM": 64, "VALUE_DIM": 64, "ALIGN": 8, "VALUE_ALIGN": 8, "SINKS": True}
-for kernel, rows in (
-    (kernels.attend_block, 16), (kernels.combine, 16), (kernels.attend_chunk, 32), (kernels.write_entries, 0)
-):
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name.isupper() else types.get(name, "i32") for name in names}
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    for capability, cap in ((80, 0.0), (90, 0.0), (90, 50.0)):
-        numbers = shape | {"ROWS": rows, "CAP": cap}
-        constants = {(names.index(name),): one for name, one in numbers.items() if name in names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-        assert "fma.rn.f32" not in code
-        assert kernel is not kernels.attend_block or "ld.global.v4" in code
-    print(kernel.fn.__name__)
-"""
-
-
-@pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Sums are not fused with products, and whole vectors of an entry are loaded."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["attend_block", "combine", "attend_chunk", "write_entries"], done.stderr
 
 
 # -- where they are chosen -------------------------------------------------------------------------------

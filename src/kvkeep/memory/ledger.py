@@ -33,6 +33,7 @@ class Ledger:
         # State of the current forward pass; None: no padding.
         self.visible: Tensor | None = None  # (batch, slots) bool
         self.first: Tensor | None = None  # (batch,), the first slot that is not padding
+        self.origin: Tensor | None = None  # the same in the host's memory, where nobody waits for it
         self._padding: list[int] | None = None
         self._by_lane: dict[int, Tensor] = {}  # by number of KV heads per row
         self._unpadded_tail = 0  # number of last slots without padding in any row
@@ -79,12 +80,12 @@ class Ledger:
 
     def _see(self, mask: Tensor | None) -> None:
         """Record padding from a mask (batch, slots), read once on the host."""
-        self.visible = self.first = self._padding = None
+        self.visible = self.first = self.origin = self._padding = None
         self._by_lane.clear()
         if mask is None or (host := mask.cpu().bool()).all():
             return
         self.visible = mask.bool()
-        self.first = self.visible.int().argmax(1)
+        self.first, self.origin = self.visible.int().argmax(1), host.int().argmax(1)
         self._padding = (~host).sum(1).tolist()
         gaps = (~host.all(0)).nonzero()
         self._unpadded_tail = self.length - 1 - int(gaps[-1])

@@ -29,7 +29,7 @@ class Constants:
         if not (place < len(self._lists) and self._lists[place][0] == numbers):
             if self.fixed:
                 raise KvkeepError("A step that is captured gives its kernels other numbers than the steps before.")
-            self._lists[place:] = [(numbers, torch.tensor(numbers).to(device))]
+            self._lists[place:] = [(numbers, sent(torch.tensor(numbers), device))]
         return self._lists[place][1]
 
     @contextmanager
@@ -46,8 +46,16 @@ class Constants:
 _used: ContextVar[Constants | None] = ContextVar("kvkeep_constants", default=None)
 
 
+def sent(part: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host does not wait for the copy; from memory that is not pinned, it might wait
+    for everything that the device does."""
+    if device.type == "cuda" and part.device.type == "cpu":
+        part = part.pin_memory()
+    return part.to(device, non_blocking=True)
+
+
 def on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """Return numbers as an int64 tensor on a device. The host does not wait for the copy."""
+    """Return numbers as an int64 tensor on a device, as :func:`sent` does."""
     if (kept := _used.get()) is not None:
         return kept.tensor(numbers, device)
-    return torch.tensor(numbers).to(device, non_blocking=True)
+    return sent(torch.tensor(numbers), device)

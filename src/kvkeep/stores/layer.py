@@ -132,9 +132,9 @@ class Layer(CacheLayerMixin):
 
     @property
     def origin(self) -> Tensor | None:
-        """The first slot of each lane that is not padding, (lanes,); None without padding."""
-        first = self.ledger.first_by(self.heads)
-        return None if first is None else first.squeeze(1)
+        """The first slot of each lane that is not padding, (lanes,) in the host's memory; None without padding."""
+        origin = self.ledger.origin
+        return None if origin is None else origin.repeat_interleave(self.heads)
 
     @property
     def arrived(self) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from kvkeep.errors import KvkeepError, ran_out_of_memory
+from kvkeep.plugins import first_line
 from kvkeep.step import native
-from kvkeep.step.constants import on_device
+from kvkeep.step.constants import on_device, sent
 from kvkeep.step.plan import Segment, Span, Writes
 from kvkeep.step.scores import cap_of
 from kvkeep.step.triton import kernels
@@ -23,7 +27,8 @@ MAX_FEW = 16
 """The maximum number of queries whose blocks of entries are read at the same time. As many tokens are planned at most.
 """
 FEW_ROWS, MANY_ROWS = 16, 32
-"""Rows of a tile of queries: the most whose numbers fit in registers with heads of 128 numbers."""
+"""Rows of a tile of queries: the most whose numbers fit in registers with heads of 128 numbers of 16 bits. Tiles of
+float32 have the fewer rows: with heads of 256 numbers, more would not fit in the shared memory of every GPU."""
 ATTENDS = {"num_warps": 8, "enable_fp_fusion": False}
 COPIES = {"num_warps": 1, "enable_fp_fusion": False}
 """How kernels are compiled: those that read tiles of entries, and those that read a row at a time."""
@@ -33,8 +38,34 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def attends(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels attend with such tensors: floating-point ones on a GPU."""
-    return dtype in _DTYPES and (kernels.INTERPRETED.value or device.type == "cuda")
+    """Return whether the kernels attend with such tensors: floating-point ones on a GPU that runs the kernels."""
+    return dtype in _DTYPES and (kernels.INTERPRETED.value or (device.type == "cuda" and works(device, dtype)))
+
+
+@cache
+def works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels give what plain operations give, for a few queries and for many. If not, a warning
+    says why: a machine may have no C compiler, which triton needs, and older GPUs have no products of bfloat16."""
+    numbers = torch.arange(2 * 70 * MAX_DIM, device=device).sin().to(dtype).view(2, 70, MAX_DIM)
+    try:
+        for queries in (1, MAX_FEW + 1):
+            query, past = numbers[:, None, -queries:].repeat(1, 2, 1, 1), 70 - queries
+            found = GpuCall(query, [Span(numbers, numbers, 0, 70)], 0.3, past).attend(torch.float32)
+            seen = torch.ones(queries, 70, dtype=torch.bool, device=device).tril(past)
+            scores = 0.3 * query.float() @ numbers[:, None].float().transpose(2, 3)
+            wanted = scores.masked_fill(~seen, float("-inf")).softmax(3) @ numbers[:, None].float()
+            if found is None or not torch.allclose(found[0], wanted, atol=0.01):
+                raise KvkeepError("they differ from torch's operators")
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError) or ran_out_of_memory(error):
+            raise
+        warnings.warn(
+            f"triton's kernels do not attend to entries of {dtype} on '{device}' ({first_line(error)}), so operators "
+            "of torch do, which takes longer; triton needs a C compiler.",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def can_attend(query: Tensor, keys: Any, values: Any) -> bool:
@@ -173,7 +204,8 @@ def launch(
     """Attend, and return the log-sum-exp of scores, in order of task, lane, group and query, float32. state, resumes,
     last: as those of :meth:`GpuCall.attend`. writing: what is written before."""
     queries = max(task.queries for task in tasks)
-    rows = FEW_ROWS if (few := queries <= MAX_FEW) else MANY_ROWS
+    few, narrow = queries <= MAX_FEW, query.tensor.dtype != torch.float32
+    rows = MANY_ROWS if narrow and not few else FEW_ROWS
     lanes, tiles = max(task.lanes for task in tasks), triton.cdiv(queries * groups, rows)
     made = _Numbers.of(tasks, groups, lanes * tiles * rows if few else 0)
     device, dim, value_dim = query.tensor.device, tasks[0].spans[0].keys.shape[-1], tasks[0].spans[0].values.shape[-1]
@@ -216,11 +248,6 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _sent(part: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device. The host does not wait for the copy."""
-    return part.contiguous().to(device, non_blocking=True)
-
-
 class GpuCall:
     """The arguments of one attention, as those of the native library's (:class:`kvkeep.step.native.Call`)."""
 
@@ -240,8 +267,10 @@ class GpuCall:
         lanes, _, queries, _ = query.shape
         self.query, self.scaling, self._sinks = query.contiguous(), scaling, sinks
         self.value_dim: int = spans[0].values.shape[-1]
-        bounds = [None if part is None else _sent(part.int(), query.device) for part in (first, stop, shift)]
-        mask = None if mask is None else _sent(mask, query.device)
+        mask, *bounds = (
+            None if part is None else sent(part.contiguous(), query.device)
+            for part in (mask, *(None if bound is None else bound.int() for bound in (first, stop, shift)))
+        )
         if window is not None and past is not None:
             mask = query.new_ones(1, queries, sum(span.entries for span in spans), dtype=torch.bool)
             mask = mask.tril(past).triu(past - window + 1)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.step.constants import sent
 from kvkeep.step.plan import JoinedSpans, Span
 from kvkeep.step.triton.kernels import TILE_ENTRIES
 
@@ -83,7 +84,7 @@ def table(spans: Sequence[Span]) -> PageTable:
     rows = [piece(span, stop - span.entries) for span, stop in zip(spans, stops, strict=True)]
     places = torch.arange(0, stops[-1] + TILE_ENTRIES, TILE_ENTRIES)  # the last place is behind all entries
     index = torch.searchsorted(torch.tensor(stops), places, right=True).clamp(max=len(rows) - 1)
-    numbers = torch.cat([torch.tensor(rows).flatten(), index]).to(spans[0].keys.device, non_blocking=True)
+    numbers = sent(torch.cat([torch.tensor(rows).flatten(), index]), spans[0].keys.device)
     return PageTable(numbers, numbers.data_ptr() + len(rows) * len(rows[0]) * numbers.itemsize, stops[-1])
 
 
