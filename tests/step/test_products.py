@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvkeep.attention.attend import attend, attend_scored, received
 from kvkeep.step import products
+from kvkeep.step import torch as plain
 from kvkeep.step.plan import Segment
 from kvkeep.step.products import flash, product
 
@@ -50,6 +51,22 @@ def exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None)
         scores = scores.masked_fill(~mask.cpu(), float("-inf"))
     weights = scores.softmax(-1)
     return weights @ value, scores.logsumexp(-1), weights
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+def test_a_gpu_computes_a_limited_number_of_scores_at_a_time(
+    queries: int, gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a mask for each query, or one for all of them."""
+    query, key, value = numbers(2, 4, 9, 24), numbers(2, 2, 30, 24, seed=1), numbers(2, 2, 30, 16, seed=2)
+    mask = (numbers(2, 1, queries, 30, seed=3) > -1).to(GPU)
+    monkeypatch.setattr(plain, "MAX_SCORES", limit := 700)
+    counts, multiply = list[int](), plain.product
+    monkeypatch.setattr(plain, "product", lambda *given: counts.append((made := multiply(*given)).numel()) or made)
+    output, lse = plain.partial(query, Segment(key, value, mask), SCALING)
+    wanted = exact(query, key, value, mask)
+    assert len(counts) == 2 * 4 and max(counts) <= limit
+    assert float((output.cpu() - wanted[0]).abs().max()) < 0.05 and float((lse.cpu() - wanted[1]).abs().max()) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

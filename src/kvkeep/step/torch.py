@@ -18,6 +18,8 @@ MAX_CODED_QUERIES = 8
 """
 BLOCK = 128
 """The number of queries whose weights are in memory at the same time."""
+MAX_SCORES = 2**28
+"""The number of scores that are in a GPU's memory at the same time: 1 GiB of them."""
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -202,6 +204,14 @@ def _by_products(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`partial` by two products, for devices and shapes without a kernel that reports lse.
     query: (batch, kv_heads, rows, dim)."""
+    batch, heads, rows, _ = query.shape
+    at_once = max(1, MAX_SCORES // (batch * heads * key.shape[2]))
+    if rows > at_once and query.device.type != "cpu":  # where a chunk may be long, and is not read by a kernel
+        done = []
+        for part in (slice(start, start + at_once) for start in range(0, rows, at_once)):
+            own = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
+            done.append(_by_products(query[:, :, part], key, value, own, scaling))
+        return torch.cat([output for output, _ in done], 2), torch.cat([lse for _, lse in done], 2)
     products = product(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     found = scores_of(products, scaling).view(*query.shape[:3], -1)
     if mask is not None:
