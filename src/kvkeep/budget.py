@@ -16,7 +16,8 @@ DEFAULT_CHUNK = 512
 """Tokens per prefill chunk when the budget has room for them."""
 
 LONGEST_CHUNK = 1024
-"""The largest chunk of a cache that recalls everything, within :data:`SPARE`: each chunk reads all weights once."""
+"""The largest chunk of a cache that recalls everything, within :data:`SPARE`: each chunk reads all weights once. On a
+GPU that copies evicted entries, :mod:`~kvkeep.stores.checkpoints.prices` gives a larger one."""
 
 MIN_CHUNK = 16
 """The smallest default chunk: below it prefill runs almost token by token."""
@@ -121,15 +122,16 @@ class Budget:
             raise self._too_small(entries, geometry, context, batch, chunk or MIN_CHUNK, hint, fixed)
         return entries
 
-    def chunk_for(self, entries: int, chunk: int | None = None, layers: int = 0) -> int:
+    def chunk_for(self, entries: int, chunk: int | None = None, layers: int = 0, longest: int = LONGEST_CHUNK) -> int:
         """Return the prefill chunk, in tokens, for the ``entries`` that :meth:`entries` returned.
 
         ``chunk`` if given, else :data:`DEFAULT_CHUNK` limited by the budget, or more where ``layers`` allow it. With
         a budget of 0 nothing is kept between chunks, and any size works.
 
         layers: full layers of a cache that recalls everything, whose output no chunk changes; 0 for any other. The
-        chunk of one layer is pending at a time, so it may exceed one layer's budget (see :data:`SPARE`). Raises
-        BudgetError where ``entries`` is not zero and less than one chunk of a cache that does not recall everything.
+        chunk of one layer is pending at a time, so it may exceed one layer's budget (see :data:`SPARE`). longest: the
+        largest chunk of such a cache. Raises BudgetError where ``entries`` is not zero and less than one chunk of a
+        cache that does not recall everything.
         """
         _positive("chunk", chunk)
         if entries == 0 or (layers and chunk):
@@ -137,7 +139,7 @@ class Budget:
         least = chunk or MIN_CHUNK
         if entries < least:
             raise BudgetError(f"Budget '{self}' holds {_entries(entries)}, less than one chunk of {least}.")
-        return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
+        return chunk or max(min(DEFAULT_CHUNK, entries), min(longest, entries * layers // SPARE))
 
     def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int, fixed: int) -> int:
         """Return the entries that fit; negative when windows and recurrent states alone take more."""

@@ -15,6 +15,7 @@ from kvkeep.memory.pinned import pinned_bytes
 from kvkeep.memory.rows import BLOCK, ring_rows, up
 from kvkeep.policies.methods import PAGE
 from kvkeep.policies.registry import Everything, Method
+from kvkeep.stores.checkpoints.prices import longest_chunk
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.checkpoints.staged import (
     BUFFERS,
@@ -65,13 +66,16 @@ class Sizes:
     """Bytes by which readers choose what they recall."""
     chunk_bytes: int = 0
     """Bytes of the largest chunk of one layer, which is held in addition to the entries during a pass."""
+    results: int = 0
+    """Bytes of that chunk's attention in one layer, float32: of all entries so far, and of those that are added. On a
+    CPU they are not counted."""
     workspace: int = 0
     """Peak bytes of temporary memory during recall."""
 
     def memory(self, shared: bool) -> int:
         """Return the peak bytes of device memory. shared: host and device have one memory."""
         between = self.resident + self.compressed + self.device + (self.host if shared else 0)
-        return between + self.index + self.chunk_bytes + self.workspace
+        return between + self.index + self.chunk_bytes + self.results + self.workspace
 
 
 def sizes(
@@ -100,12 +104,15 @@ def sizes(
         resident = fixed + (reserved or up(tokens)) * geometry.full_bytes_per_token
         return Sizes(tokens, reserved, tokens, 0, resident)
     assert budget is not None
-    chunk = method.chunk(geometry, Budget.parse(budget), budget)
-    first = prompt % chunk  # the remainder of the prompt is the first chunk
-    arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]
-    size = Sizes(tokens, budget, budget, 0, fixed, chunk_bytes=min(chunk, prompt) * widest_bytes(geometry))
     spec = spec or CheckpointSpec("kv", "host")
     staged = method.checkpoints and not shared and stages(spec, method.recall.endless)
+    longest = longest_chunk(geometry, staged)
+    chunk = method.chunk(geometry, Budget.parse(budget), budget, longest=longest)
+    first = prompt % chunk  # the remainder of the prompt is the first chunk
+    arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]
+    read, widest = min(chunk, prompt), max((layer.value_dim for layer in geometry.full_layers), default=0)
+    results = 0 if shared else 2 * FLOAT_BYTES * read * geometry.attention_heads * (widest + 2)
+    size = Sizes(tokens, budget, budget, 0, fixed, chunk_bytes=read * widest_bytes(geometry), results=results)
     if method.selector.in_order:
         ring, block = budget, 1
         if staged:

@@ -136,7 +136,7 @@ def _bounded(
     request: Request, model: Any, geometry: ModelGeometry, shares: Sequence[Sequence[int]] | None, meter: Meter
 ) -> Assembly:
     method, selector = request.method, request.method.selector
-    entries, chunk = request.entries(geometry)
+    entries, chunk = request.entries(geometry, next(model.parameters()).device.type)
     tail, within, resident, sinks = method.division(geometry, entries)
     method.store_fate.check(model, geometry)
     method.recall.check(model, geometry, entries, chunk)

@@ -31,7 +31,9 @@ from kvkeep.policies.registry import (
     unregister,
 )
 from kvkeep.policies.specs import build, required
+from kvkeep.stores.checkpoints.prices import longest_chunk
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
+from kvkeep.stores.checkpoints.staged import stages
 
 PAGE = 512
 """Rows rebuilt at a time by default."""
@@ -140,9 +142,10 @@ class Request:
         made = self.method.reading
         return None if made is None else replace(self, method=made, checkpoint="kv", capacity=None)
 
-    def entries(self, geometry: ModelGeometry) -> tuple[int, int]:
-        """Return the entries of each full layer, and the tokens of a prompt that are read at a time. Raises BudgetError
-        for a budget that is too small, and UnsupportedModelError for a layer whose state is not keys and values."""
+    def entries(self, geometry: ModelGeometry, device: str = "cpu") -> tuple[int, int]:
+        """Return the entries of each full layer, and the tokens of a prompt that are read at a time on this kind of
+        device. Raises BudgetError for a budget that is too small, and UnsupportedModelError for a layer whose state is
+        not keys and values."""
         assert self.budget is not None
         for layer in geometry.unbounded_layers:
             raise UnsupportedModelError(
@@ -156,7 +159,10 @@ class Request:
         entries = self.budget.entries(
             geometry, context=self.context, batch=self.batch, chunk=least, zero=zero, waiting=waiting
         )
-        return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
+        staged = device == "cuda" and self.method.checkpoints
+        staged = staged and stages(self.spec(geometry, device), self.method.recall.endless)
+        longest = longest_chunk(geometry, staged)
+        return entries, self.method.chunk(geometry, self.budget, entries, self.chunk, longest)
 
     def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
         """Return the kind and place of the checkpoint: by default the smaller of kv and residual, outside the model's

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from inspect import get_annotations, isabstract
 from typing import Any, ClassVar, NamedTuple
 
-from kvkeep.budget import Budget
+from kvkeep.budget import LONGEST_CHUNK, Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.part import Site
@@ -272,13 +272,20 @@ class Method:
         found, pinned = self.selector.budgets(model, geometry, resident - self.reserved), self.reserved
         return [[pinned + count for count in layer] for layer in found] if pinned else found
 
-    def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
+    def chunk(
+        self,
+        geometry: ModelGeometry,
+        budget: Budget,
+        entries: int,
+        chunk: int | None = None,
+        longest: int = LONGEST_CHUNK,
+    ) -> int:
         """Return the tokens of a prompt that are read at a time with a budget of ``entries``. chunk: the user's choice.
-        Raises BudgetError where they do not fit."""
+        longest: the most of an exact method, by default. Raises BudgetError where they do not fit."""
         if self.oneshot:
             return sys.maxsize
         layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
-        longest, rest = budget.chunk_for(entries, chunk, layers), self._beside_pins(entries)
+        longest, rest = budget.chunk_for(entries, chunk, layers, longest), self._beside_pins(entries)
         with self._naming_pins():
             return self.fate.chunk(self.name, rest, longest, chunk is not None)
 

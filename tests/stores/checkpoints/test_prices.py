@@ -1,4 +1,5 @@
-"""On a GPU, a checkpoint that costs more than keys and values from the host says so."""
+"""On a GPU, chunks are long enough to hide the copies of entries from the host, and a checkpoint that costs more than
+these says so."""
 
 from __future__ import annotations
 
@@ -13,10 +14,20 @@ from pretended_gpu import GPU, PretendedGpu, on_gpu
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from kvkeep import KeepCache
+from kvkeep.budget import LONGEST_CHUNK
 from kvkeep.geometry import ModelGeometry
+from kvkeep.plan import sizes as planned_sizes
+from kvkeep.policies import methods
 from kvkeep.policies.methods import Request
 from kvkeep.stores.checkpoints import residuals
-from kvkeep.stores.checkpoints.prices import price_of_replay, price_of_residuals
+from kvkeep.stores.checkpoints.prices import (
+    FLOPS,
+    HOST_BYTES,
+    LARGEST_CHUNK,
+    longest_chunk,
+    price_of_replay,
+    price_of_residuals,
+)
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 LLAMA = ModelGeometry.from_config(
@@ -46,6 +57,43 @@ def test_prices_of_llama_3_1_8b() -> None:
     assert "31 of 32 layers again over 8,192 tokens" in tokens and "0.21 s" in tokens and "0.021 s" in tokens
     stride = price_of_replay(CheckpointSpec("residual", "device", 4), LLAMA, 6_979_588_096, 8192)
     assert "24 of 32 layers" in stride
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,expected", [(32, 8, 3072), (64, 8, 2048), (9, 3, 4096), (32, 32, LARGEST_CHUNK)]
+)
+def test_attention_of_a_chunk_to_an_entry_takes_as_long_as_copying_it(heads: int, kv_heads: int, expected: int) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
+    config = LlamaConfig(hidden_size=128 * heads, num_hidden_layers=5, **shape)
+    geometry = ModelGeometry.from_config(config, 2)
+    chunk = longest_chunk(geometry, staged=True)
+    assert chunk == expected
+    attending = 4 * 5 * heads * 128 * chunk / FLOPS
+    assert attending >= geometry.full_bytes_per_token / HOST_BYTES or chunk == LARGEST_CHUNK
+    float32 = ModelGeometry.from_config(config, 4)
+    assert longest_chunk(geometry, staged=False) == longest_chunk(float32, staged=True) == LONGEST_CHUNK
+
+
+def test_a_prompt_is_read_in_chunks_that_hide_the_copies(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, from the host's memory. They copy less, and their bytes are planned."""
+    layers, budget, length, longest = 12, 100, 400, 140
+    for module in (methods, planned_sizes):
+        monkeypatch.setattr(module, "longest_chunk", lambda geometry, staged: longest if staged else 1)
+    here = deepcopy(tiny("llama", layers)).bfloat16()
+    assert KeepCache(here, "kv-direct", budget, checkpoint="kv").stream.chunk == budget
+    model, ids, copied = on_gpu(here), prompt(1, length).to(GPU), list[int]()
+    caches = [KeepCache(model, "kv-direct", budget, chunk=chunk) for chunk in (None, budget // 2)]
+    for cache in caches:
+        gpu.clear()
+        step(model, cache, ids)
+        copied.append(gpu.copied_bytes["to device, pinned"])
+    assert caches[0].stream.chunk == longest and copied[0] < 0.5 * copied[1]
+    assert KeepCache(model, "kv-direct", budget, where="device").stream.chunk == budget
+    memory, spec = caches[0].memory(), caches[0].spec
+    planned = planned_sizes.sizes(ModelGeometry.of(model), caches[0].method, length, budget, spec, shared=False)
+    assert planned.chunk_bytes == longest * 2 * 2 * 8 * 2
+    assert memory.peak_cache_bytes <= planned.resident + planned.device + planned.chunk_bytes
+    assert memory.checkpoint_bytes == {"device": planned.device, "host": planned.host, "disk": 0}
 
 
 def test_residuals_that_are_larger_warn_on_a_gpu_only(gpu: PretendedGpu) -> None:

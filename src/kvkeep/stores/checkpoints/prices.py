@@ -1,8 +1,12 @@
-"""What recall costs on a GPU where keys and values are rebuilt. This is arithmetic; nothing of it was measured."""
+"""What recall costs on a GPU where entries are copied or rebuilt. This is arithmetic; nothing of it was measured."""
 
 from __future__ import annotations
 
+import math
+
+from kvkeep.budget import LONGEST_CHUNK
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.rows import up
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 FLOPS = 600e12
@@ -11,6 +15,20 @@ HOST_BYTES = 50e9
 """Bytes in a second from pinned host memory."""
 LONG = 8192
 """The number of tokens from which on running layers again has a price worth a warning."""
+LARGEST_CHUNK = 8192
+"""The most tokens of a chunk, whose hidden states are in the device's memory."""
+
+
+def longest_chunk(geometry: ModelGeometry, staged: bool) -> int:
+    """Return how many tokens of a prompt an exact cache reads at a time, at most. staged: each chunk copies all evicted
+    entries of a layer while it attends to those of the layer before. The chunk is then so long that attention to an
+    entry takes as long as copying it, whatever their number."""
+    if not staged or geometry.dtype_bytes > 2:  # products of float32 take longer than copies in any chunk
+        return LONGEST_CHUNK
+    widths = [layer.key_dim + layer.value_dim for layer in geometry.full_layers]
+    products = 2 * geometry.attention_heads * sum(widths)  # of one query and one entry in each layer
+    tokens = geometry.full_bytes_per_token * FLOPS / (products * HOST_BYTES)
+    return min(max(up(math.ceil(tokens), LONGEST_CHUNK), LONGEST_CHUNK), LARGEST_CHUNK)
 
 
 def price_of_residuals(spec: CheckpointSpec, geometry: ModelGeometry) -> str | None:
