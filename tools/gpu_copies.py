@@ -3,7 +3,7 @@
 PYTHONPATH=tests python tools/gpu_copies.py [EVICTED ...]
 
 prints, for a Llama of random weights and each number of evicted tokens, the last chunk of a prompt and the mean of 64
-steps; then whole prompts, in chunks of 1,024 tokens and in the default ones. Nothing is timed.
+steps; then a whole prompt, in chunks of several lengths, the last of them the default. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvkeep import KeepCache
 
 LAYERS, BUDGET, STEPS = 8, 1024, 64
-PROMPTS, CHUNKS = (8192, 16384), (1024, None)
+PROMPT, CHUNKS = 4096, (512, 1024, None)
 
 
 def main(counts: list[int]) -> None:
     """Print the table for these numbers of evicted tokens."""
     config = LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=16, max_position_embeddings=max(PROMPTS),
+        num_key_value_heads=8, head_dim=16, max_position_embeddings=16384,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).bfloat16().eval()
@@ -49,13 +49,12 @@ def main(counts: list[int]) -> None:
             _print(gpu, f"{evicted:,} | a step", STEPS)
         print("\n| tokens | chunk | copies to the device | MB | pageable | copies to the host | waits |")
         print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-        for tokens in PROMPTS:
-            for longest in CHUNKS:
-                ids = torch.randint(1, 97, (1, tokens), device="cpu").to(GPU)
-                cache = KeepCache(model, "kv-direct", 4 * BUDGET, chunk=longest)
-                gpu.clear()
-                model(ids, cache=cache, logits_to_keep=1)
-                _print(gpu, f"{tokens:,} | {cache.stream.chunk:,}", 1)
+        for longest in CHUNKS:
+            ids = torch.randint(1, 97, (1, PROMPT), device="cpu").to(GPU)
+            cache = KeepCache(model, "kv-direct", 2 * BUDGET, chunk=longest)
+            gpu.clear()
+            model(ids, cache=cache, logits_to_keep=1)
+            _print(gpu, f"{PROMPT:,} | {cache.stream.chunk:,}", 1)
 
 
 def _print(gpu: PretendedGpu, name: str, passes: int) -> None:

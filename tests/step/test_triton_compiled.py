@@ -30,6 +30,7 @@ types |= dict.fromkeys(("anchor", "query", "output", "key", "value"), "*" + dtyp
 types |= dict.fromkeys(("parts", "sums", "lse", "state", "sinks"), "*fp32")
 unit = 4 if dtype == "fp32" else 8
 shape = {"K": dim, "V": dim, "DIM": dim, "VALUE_DIM": dim, "ALIGN": unit, "VALUE_ALIGN": unit, "SINKS": True}
+shape["CAP"] = 50.0 if dim == 256 else 0.0  # as in Gemma 2
 rows = calls.FEW_ROWS if dtype == "fp32" else calls.MANY_ROWS
 for kernel, rows, options in (
     (kernels.attend_block, calls.FEW_ROWS, calls.ATTENDS), (kernels.combine, calls.FEW_ROWS, calls.COPIES),

@@ -127,16 +127,14 @@ def test_entries_in_the_hosts_memory_have_the_bits_of_entries_on_the_device(
     choose(monkeypatch, computes=True)
     model = on_gpu(copy.deepcopy(tiny("llama", 1, 1024)).bfloat16())
     ids, found = prompt(1, LENGTH).to(GPU), dict[str, Tensor]()
-    for name in ("full", "kv-direct@device", "kv-direct@host", "snapkv+verified@host"):
+    for name in ("full", "kv-direct@host"):
         cache = cache_of(model, name)
         read = [model(part, cache=cache, logits_to_keep=1).logits.cpu() for part in ids[:, :-STEPS].split(256, 1)]
         cache.crop(-7)
         for token in ids[:, -STEPS - 7 :].split(1, 1):
             read.append(model(token, cache=cache).logits.cpu())
         found[name] = torch.cat(read, 1)
-    assert torch.isfinite(found["full"]).all()
-    for name, logits in found.items():
-        assert torch.equal(logits, found["full"]), name
+    assert torch.isfinite(found["full"]).all() and torch.equal(*found.values())
 
 
 # -- a GPU on which they do not run ------------------------------------------------------------------------

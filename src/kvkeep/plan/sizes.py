@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from kvkeep.budget import DEFAULT_CHUNK, Budget
+from kvkeep.budget import DEFAULT_CHUNK, LONGEST_CHUNK, Budget
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.pages import pages_of, recent_pages_of
 from kvkeep.memory.pinned import pinned_bytes
@@ -106,7 +106,7 @@ def sizes(
     assert budget is not None
     spec = spec or CheckpointSpec("kv", "host")
     staged = method.checkpoints and not shared and stages(spec, method.recall.endless)
-    longest = longest_chunk(geometry, staged)
+    longest = longest_chunk(geometry) if staged else LONGEST_CHUNK
     chunk = method.chunk(geometry, Budget.parse(budget), budget, longest=longest)
     first = prompt % chunk  # the remainder of the prompt is the first chunk
     arriving = [*([first] if first else []), *[chunk] * (prompt // chunk), *[1] * steps]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypedDict, Unpack
 
-from kvkeep.budget import MIN_CHUNK, Budget
+from kvkeep.budget import LONGEST_CHUNK, MIN_CHUNK, Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.recall import Recall
@@ -161,7 +161,7 @@ class Request:
         )
         staged = device == "cuda" and self.method.checkpoints
         staged = staged and stages(self.spec(geometry, device), self.method.recall.endless)
-        longest = longest_chunk(geometry, staged)
+        longest = longest_chunk(geometry) if staged else LONGEST_CHUNK
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk, longest)
 
     def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:

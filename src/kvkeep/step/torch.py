@@ -209,8 +209,8 @@ def _by_products(
     if rows > at_once and query.device.type != "cpu":  # where a chunk may be long, and is not read by a kernel
         done = []
         for part in (slice(start, start + at_once) for start in range(0, rows, at_once)):
-            own = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
-            done.append(_by_products(query[:, :, part], key, value, own, scaling))
+            masked = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
+            done.append(_by_products(query[:, :, part], key, value, masked, scaling))
         return torch.cat([output for output, _ in done], 2), torch.cat([lse for _, lse in done], 2)
     products = product(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     found = scores_of(products, scaling).view(*query.shape[:3], -1)

@@ -14,7 +14,7 @@ from pretended_gpu import GPU, PretendedGpu, on_gpu
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from kvkeep import KeepCache
-from kvkeep.budget import LONGEST_CHUNK
+from kvkeep.budget import LONGEST_CHUNK, SPARE
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan import sizes as planned_sizes
 from kvkeep.policies import methods
@@ -66,21 +66,20 @@ def test_attention_of_a_chunk_to_an_entry_takes_as_long_as_copying_it(heads: int
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
     config = LlamaConfig(hidden_size=128 * heads, num_hidden_layers=5, **shape)
     geometry = ModelGeometry.from_config(config, 2)
-    chunk = longest_chunk(geometry, staged=True)
+    chunk = longest_chunk(geometry)
     assert chunk == expected
     attending = 4 * 5 * heads * 128 * chunk / FLOPS
     assert attending >= geometry.full_bytes_per_token / HOST_BYTES or chunk == LARGEST_CHUNK
-    float32 = ModelGeometry.from_config(config, 4)
-    assert longest_chunk(geometry, staged=False) == longest_chunk(float32, staged=True) == LONGEST_CHUNK
+    assert longest_chunk(ModelGeometry.from_config(config, 4)) == LONGEST_CHUNK
 
 
 def test_a_prompt_is_read_in_chunks_that_hide_the_copies(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, from the host's memory. They copy less, and their bytes are planned."""
     layers, budget, length, longest = 12, 100, 400, 140
     for module in (methods, planned_sizes):
-        monkeypatch.setattr(module, "longest_chunk", lambda geometry, staged: longest if staged else 1)
+        monkeypatch.setattr(module, "longest_chunk", lambda geometry: longest)
     here = deepcopy(tiny("llama", layers)).bfloat16()
-    assert KeepCache(here, "kv-direct", budget, checkpoint="kv").stream.chunk == budget
+    assert KeepCache(here, "kv-direct", budget, checkpoint="kv").stream.chunk == budget * layers // SPARE
     model, ids, copied = on_gpu(here), prompt(1, length).to(GPU), list[int]()
     caches = [KeepCache(model, "kv-direct", budget, chunk=chunk) for chunk in (None, budget // 2)]
     for cache in caches:
@@ -88,7 +87,7 @@ def test_a_prompt_is_read_in_chunks_that_hide_the_copies(gpu: PretendedGpu, monk
         step(model, cache, ids)
         copied.append(gpu.copied_bytes["to device, pinned"])
     assert caches[0].stream.chunk == longest and copied[0] < 0.5 * copied[1]
-    assert KeepCache(model, "kv-direct", budget, where="device").stream.chunk == budget
+    assert KeepCache(model, "kv-direct", budget, where="device").stream.chunk == budget * layers // SPARE
     memory, spec = caches[0].memory(), caches[0].spec
     planned = planned_sizes.sizes(ModelGeometry.of(model), caches[0].method, length, budget, spec, shared=False)
     assert planned.chunk_bytes == longest * 2 * 2 * 8 * 2

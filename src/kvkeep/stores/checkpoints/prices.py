@@ -19,11 +19,11 @@ LARGEST_CHUNK = 8192
 """The most tokens of a chunk, whose hidden states are in the device's memory."""
 
 
-def longest_chunk(geometry: ModelGeometry, staged: bool) -> int:
-    """Return how many tokens of a prompt an exact cache reads at a time, at most. staged: each chunk copies all evicted
-    entries of a layer while it attends to those of the layer before. The chunk is then so long that attention to an
-    entry takes as long as copying it, whatever their number."""
-    if not staged or geometry.dtype_bytes > 2:  # products of float32 take longer than copies in any chunk
+def longest_chunk(geometry: ModelGeometry) -> int:
+    """Return how many tokens of a prompt an exact cache with a staged checkpoint reads at a time, at most. Each chunk
+    copies all evicted entries, some of them while it attends to others. It is so long that attention to an entry takes
+    as long as copying it, whatever their number."""
+    if geometry.dtype_bytes > 2:  # products of float32 take longer than copies in any chunk
         return LONGEST_CHUNK
     widths = [layer.key_dim + layer.value_dim for layer in geometry.full_layers]
     products = 2 * geometry.attention_heads * sum(widths)  # of one query and one entry in each layer
