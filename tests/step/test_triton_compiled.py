@@ -73,6 +73,7 @@ def test_the_kernels_compile_for_a_gpu(dtype: str, dim: int, tmp_path: Path) -> 
     assert [one["name"] for one in found[::2]] == [STEP, "combine", CHUNK, "write_entries"]
     for one in found:
         print(one)
-        assert not one["fused"] and one["shared"] <= SMALLEST, one
+        assert one["shared"] <= SMALLEST, one
+        assert not one["fused"] or dtype == "fp32", one  # whose products are made of fused ones
         assert one["vectors"] or one["name"] not in (STEP, CHUNK)
         assert not one["spills"] or one["name"] == CHUNK or dtype == "fp32", one
