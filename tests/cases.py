@@ -35,6 +35,8 @@ PLAIN = ("llama", "mistral", "qwen2", "gemma2", "gpt_oss", "bamba", "falcon_h1")
 """Families with projections of keys by themselves, and no norm after them."""
 ADVANCING = tuple(family for family in ALL if family not in ("gemma2", "gemma3", "gemma4", "gpt_oss", *RECURRENT))
 """Families whose layers can be run by themselves over old tokens: none keeps a window or a state only."""
+GRADED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
+"""Families whose residual before the MLP is found, and which have no window or recurrent state."""
 WITHOUT_LATENTS = tuple(family for family in ALL if family != "deepseek_v3")
 """Families that cache keys and values."""
 OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4", "qwen3_next", "lfm2")
@@ -92,7 +94,8 @@ class Case:
     @property
     def gradients(self) -> bool:
         """Whether a pass goes back through the model."""
-        return getattr(self.method.fate, "gradients", False)
+        reading = self.method.selector.reconstruction
+        return getattr(self.method.fate, "gradients", False) or (reading is not None and reading.during is not None)
 
     @property
     def waits(self) -> bool:
@@ -267,6 +270,12 @@ LOSSY: dict[str, Case] = {
                 "epicache:segment=7,medoids=2,episodes=2",
                 {"becomes": EntryState.DROPPED, "alone": "padded"},
             ),
+            (
+                "kvgrad",
+                "kvgrad:sinks=2",
+                {"becomes": EntryState.DROPPED, "alone": "padded", "families": GRADED},
+            ),
+            ("knorm+merge-values", "knorm+merge-values", {}),
             (
                 "kvzip+attention-matching",
                 "kvzip:sinks=2+attention-matching:40",

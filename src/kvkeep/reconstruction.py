@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -157,7 +158,8 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
                 parts = torch.ones_like(before), seen.gather(1, cue), torch.ones_like(then), seen.gather(1, slots)
                 real = torch.cat(parts, 1)
                 mask = torch.cat([seen, real], 1)
-            _read(cache, tokens, mask, positions[:, -1:] + real.cumsum(1))
+            with nullcontext() if pieces.during is None else pieces.during(cache, readers):
+                _read(cache, tokens, mask, positions[:, -1:] + real.cumsum(1))
             forget()
     first = 0 if ledger.first is None else ledger.first[:, None]
     slots = torch.arange(length, device=ids.device)
@@ -264,14 +266,18 @@ class ReconstructionReader(Rehearsal):
         """Raise scores to the weights of a pass. lse: the log-sum-exp over all entries and the new ones."""
         start, stop = self.piece
         if start or stop < layer.length:
-            spans = [(0, min(self.sinks, start)), self.piece]
-            compared = (segment for _, segment in self.past_segments(layer, step, spans))
-            _, lse = attend(step.query, chain(compared, [step.arriving()]), step.scaling, step.sinks)
+            lse = self.of_piece(layer, step)
         lse = layer.ledger.unpadded(lse, layer.heads)
         for piece, segment in self.past_segments(layer, step, [self.piece]):
             weights = received(step.query, segment, lse, step.scaling, None, "max")
             scores = self.scores[:, piece.first : piece.first + weights.shape[1]]
             torch.maximum(scores, weights, out=scores)
+
+    def of_piece(self, layer: Layer, step: AttentionInputs) -> Tensor:
+        """Return the log-sum-exp over the sinks, the piece and the new entries."""
+        spans = [(0, min(self.sinks, self.piece[0])), self.piece]
+        compared = (segment for _, segment in self.past_segments(layer, step, spans))
+        return attend(step.query, chain(compared, [step.arriving()]), step.scaling, step.sinks)[1]
 
     def finish(self) -> None:
         """Called after the last pass."""

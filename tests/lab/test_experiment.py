@@ -10,7 +10,7 @@ from kvkeep_lab.experiment import Experiment, StudyExperiment, digest, load_expe
 from kvkeep.errors import UsageError
 
 OURS = (  # beside no paper
-    "beyond-32768", "beyond-the-window", "bounded", "finalists", "instructions", "locomo", "locomo-beyond",
+    "beyond-32768", "beyond-the-window", "bounded", "finalists", "instructions", "kvgrad", "locomo", "locomo-beyond",
     "novel", "novel-perplexity", "novel-rephrased", "novel-rephrased-within",
     "other-author", "peers", "revive-parts", "rotated-values", "tool-calls", "tool-calls-shared", "which-method",
     "xsum",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -78,6 +79,8 @@ class ReconstructionPieces(NamedTuple):
     they receive; None: that class."""
     excerpt: Excerpt | None = None
     """The part of the text that is read, at most a piece; None: all of it."""
+    during: Callable[[Any, Sequence[Any]], AbstractContextManager[None]] | None = None
+    """Return the context of a pass, given the cache and the readers of its full layers; None: there is none."""
 
 
 @dataclass(frozen=True)

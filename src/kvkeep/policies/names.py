@@ -39,7 +39,8 @@ KV_LRU = "kv-lru"
 LAB = (
     "static", "paged", "h2o-fisher", "kvreviver-fisher", "duo-attention", "pages", "fetch-on-miss", KV_LRU, "quest",
     "segments", "sketch-variants", "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published",
-    "kvslimmer-published", "attention-matching", "highest-attention", "epicache", "redecode", "kvpress",
+    "kvslimmer-published", "attention-matching", "highest-attention", "epicache", "kvgrad",
+    "merge-values", "redecode", "kvpress",
 )  # fmt: skip
 """Parts and methods that the lab adds."""
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.packed import Packed
 from kvkeep.policies.papers import Paper
 from kvkeep_lab.published.ahead_pairs import Seen
+from kvkeep_lab.published.lookahead import check_gradients
 from kvkeep_lab.published.neighbours_ahead import NeighboursAhead
 from kvkeep_lab.published.papers import ASYMKV
 
@@ -34,11 +34,7 @@ class AsymKVPublished(NeighboursAhead):
         super().check(model, geometry)
         if model.get_output_embeddings() is None:
             raise UnsupportedModelError(f"'{geometry.model_type}' has no head, and without one there is no loss.")
-        if any(isinstance(module, Packed) for module in model.modules()):
-            raise UnsupportedModelError(
-                f"'{geometry.model_type}' has packed weights, between whose layers no gradient goes back; load it with "
-                "weights float32, or use kvslimmer-published."
-            )
+        check_gradients(model, geometry, "kvslimmer-published")
 
     def sensitivity(self, seen: Seen) -> Tensor:
         """Return the gradient by each key before rotation, per channel."""

@@ -19,10 +19,12 @@ from torch import Tensor
 from kvkeep.attention import attend, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.hook import PassHook
-from kvkeep.errors import UsageError
+from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.inference import outside_inference_mode
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
+from kvkeep.models.packed import Packed
 from kvkeep.step.scores import scores_of
 from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
@@ -51,7 +53,7 @@ class Lookahead(PassHook):
                 _go_back(cache, given, readers)
             else:
                 cache.made.decoder(**given)
-            real = _real(cache.ledger, past)
+            real = real_tokens(cache.ledger, past)
         for layer, reader in zip(layers, readers, strict=True):
             layer.evicted.merge_before(layer.resident, real, reader.received, reader.gradients)
 
@@ -87,7 +89,7 @@ class LookaheadPass(Rehearsal):
         for bank in layer.resident.banks:
             query, key, value = bank.of(step.query), bank.of(new.key), bank.of(new.value)
             mask = new.mask if new.mask is None or len(new.mask) == 1 else bank.of(new.mask)
-            new_scores = _scores(query, key, mask, new.causal, step.scaling)
+            new_scores = masked_scores(query, key, mask, new.causal, step.scaling)
             sinks = () if step.sinks is None else (bank.of(sink_scores(step.sinks, step.query)),)
             if not bank.used:
                 weights = torch.cat([new_scores, *sinks], -1).softmax(-1)[..., : step.new]
@@ -96,7 +98,7 @@ class LookaheadPass(Rehearsal):
             piece = next(pieces)
             self.leaves.append(piece.keys[:, 0].detach().requires_grad_())
             past = layer.segment(piece._replace(keys=self.leaves[-1][:, None]), step, wide)
-            scores = _scores(query, past.key, past.mask, False, step.scaling)
+            scores = masked_scores(query, past.key, past.mask, False, step.scaling)
             weights = torch.cat([scores, new_scores, *sinks], -1).softmax(-1)[..., : bank.used + step.new]
             parts.append(weights.to(value.dtype) @ torch.cat([past.value, value], 2))
             heard = weights[..., : bank.used].detach()
@@ -109,7 +111,7 @@ class LookaheadPass(Rehearsal):
         return torch.cat(parts)[order]
 
 
-def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
+def masked_scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
     """Return the scores of ``keys``, (lanes, heads, queries, entries) float32. Masked scores are the smallest finite
     number, so that the gradient of a query without visible entries is finite; its value has no meaning."""
     found, least = scores_of(query.float() @ keys.float().transpose(2, 3), scaling), torch.finfo(torch.float32).min
@@ -122,7 +124,7 @@ def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scal
     return (found + mask).masked_fill(mask == float("-inf"), least)
 
 
-def _real(ledger: Ledger, past: int) -> Tensor:
+def real_tokens(ledger: Ledger, past: int) -> Tensor:
     """Return a mask of the tokens after ``past``, (rows, n) bool; False for padding."""
     if ledger.visible is None:
         return torch.ones((ledger.batch, ledger.length - past), dtype=torch.bool, device=ledger.device)
@@ -138,17 +140,17 @@ def _go_back(cache: Any, given: dict[str, Any], readers: Sequence[LookaheadPass]
         raise UsageError("A loss is of token ids, and embeddings have none; 'kvslimmer-published' needs no loss.")
     inputs = {name: part.clone() if isinstance(part, Tensor) else part for name, part in given.items()}
     past = cache.ledger.length
-    with _frozen(cache.model), _graph(cache.model, cache.meter):
+    with frozen(cache.model), graph(cache.model, cache.meter):
         logits = cache.model(**inputs).logits
         leaves = [leaf for reader in readers for leaf in reader.leaves]
-        found = iter(torch.autograd.grad(loss(logits, inputs["input_ids"], _real(cache.ledger, past)), leaves))
+        found = iter(torch.autograd.grad(loss(logits, inputs["input_ids"], real_tokens(cache.ledger, past)), leaves))
     for reader in readers:
         reader.gradients = [next(found) for _ in reader.leaves]
         reader.leaves = []
 
 
 @contextmanager
-def _graph(model: Any, meter: Meter) -> Iterator[None]:
+def graph(model: Any, meter: Meter) -> Iterator[None]:
     """Count each tensor of the graph as workspace during the block."""
     known, graph_bytes = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, 0
 
@@ -180,8 +182,17 @@ def loss(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
     return -(each.sum(1) / follows.sum(1).clamp(min=1)).sum()
 
 
+def check_gradients(model: Any, geometry: ModelGeometry, instead: str) -> None:
+    """Raise UnsupportedModelError for packed weights. instead: the method that needs no gradients."""
+    if any(isinstance(module, Packed) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"'{geometry.model_type}' has packed weights, between whose layers no gradient goes back; load it with "
+            f"weights float32, or use {instead}."
+        )
+
+
 @contextmanager
-def _frozen(model: Any) -> Iterator[None]:
+def frozen(model: Any) -> Iterator[None]:
     """Disable the gradients of all weights of ``model`` within the block."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

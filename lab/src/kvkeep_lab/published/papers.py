@@ -36,3 +36,10 @@ EPICACHE = Paper(
     "2025",
     eprint="2509.17396",
 )
+D2O = Paper(
+    "wan2024d2o",
+    "2406.13035",
+    "D2O: Dynamic Discriminative Operations for Efficient Generative Inference of Large Language Models",
+    eprint="2406.13035",
+    year="2024",
+)

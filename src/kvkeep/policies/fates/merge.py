@@ -53,7 +53,7 @@ class MergeLikest(MergeOnEvict):
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
         extra, newest = bank.counted()
         first = self.ledger.first_by(self.heads)
-        target = most_similar(bank, left.keys, self.pinned + (0 if first is None else bank.of(first)))
+        target = most_similar(bank, left.keys, self.pinned + (0 if first is None else bank.of(first)))[1]
         counts = (1.0 if left.extra is None else 1.0 + left.extra) * (left.slots >= 0)  # tokens of each entry
         counts = counts * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)
         if target.shape[1] == 1:  # a decoded token moves one entry; a chunk may move all
@@ -73,13 +73,15 @@ class MergeLikest(MergeOnEvict):
         newest.scatter_reduce_(1, target, last.masked_fill(counts == 0, 0).to(newest.dtype), "amax")
 
 
-def most_similar(bank: Bank, keys: Tensor, first: Tensor | int) -> Tensor:
-    """Return the column whose key is most similar to each of ``keys`` (lanes, n, dim): (lanes, n) int64. first: the
-    first slot of each lane that is compared, (lanes, 1)."""
+def most_similar(bank: Bank, keys: Tensor, first: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return the cosine of each of ``keys`` (lanes, n, dim) and the most similar key of the bank, times the length of
+    the former, (lanes, n) float32, and the column of the latter, (lanes, n) int64. first: the first slot of each lane
+    that is compared, (lanes, 1); -inf where there is none."""
     columns = bank.keys[:, : bank.used].float()
-    # Cosines times the length of the evicted key, which is the same for all columns.
     similarity = keys.float() @ columns.transpose(1, 2) / vector_norm(columns, dim=-1)[:, None].clamp(min=1e-12)
-    return similarity.masked_fill((bank.slots[:, : bank.used] < first)[:, None], float("-inf")).argmax(2)
+    compared = bank.slots[:, : bank.used] >= first
+    found = similarity.masked_fill(~compared[:, None], float("-inf")).max(2)
+    return found.values, found.indices
 
 
 @dataclass(frozen=True)

@@ -306,8 +306,9 @@ class Banks:
         flags = torch.zeros(self.lanes, length + 1, dtype=torch.bool, device=device)
         for bank in self.banks:
             index = bank.slots.long()
-            if unmerged and bank.extra is not None:
-                index = index.masked_fill(bank.extra > 0, -1)
+            for counted in (bank.extra, bank.newest) if unmerged else ():
+                if counted is not None:
+                    index = index.masked_fill(counted > 0, -1)
             of_bank = torch.zeros(index.shape[0], length + 1, dtype=torch.bool, device=device)
             of_bank.scatter_(1, torch.where(index < 0, length, index), True)
             flags[bank.index] = of_bank
