@@ -271,12 +271,6 @@ LOSSY: dict[str, Case] = {
                 {"becomes": EntryState.DROPPED, "alone": "padded"},
             ),
             (
-                "kvgrad",
-                "kvgrad:sinks=2",
-                {"becomes": EntryState.DROPPED, "alone": "padded", "families": GRADED},
-            ),
-            ("knorm+merge-values", "knorm+merge-values", {}),
-            (
                 "kvzip+attention-matching",
                 "kvzip:sinks=2+attention-matching:40",
                 {"alone": "padded", "families": WITHOUT_LATENTS},
@@ -325,6 +319,8 @@ LOSSY: dict[str, Case] = {
     "kvreviver+oneshot": _lossy("kvreviver+oneshot", chunk=None, promise="reversible", becomes=SKETCHED),
     "revive+oneshot": _grouped("revive+oneshot", 60, chunk=None),
     "streaming-llm+oneshot": _lossy("streaming-llm:sinks=3+oneshot", chunk=None, families=ROTARY),
+    "kvgrad": _lossy("kvgrad:sinks=2", alone="padded", families=GRADED),
+    "h2o+merge-values": _lossy("h2o+merge-values", becomes=MERGED),
 }
 """These give something else than the unbounded cache does."""
 

@@ -160,6 +160,9 @@ def exact_combinations() -> dict[str, list[str]]:
                     method = resolve(spec)
                 except UsageError:  # the parts mean nothing together
                     continue
+                pieces = method.selector.reconstruction
+                if pieces is not None and pieces.during is not None:  # packed weights have no gradients
+                    continue
                 if method.exactness is Exactness.EXACT:
                     found.setdefault(first, []).append(spec)
     return found

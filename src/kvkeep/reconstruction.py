@@ -135,8 +135,8 @@ def _shares(cache: Any, scores: list[Tensor], rows: int, entries: int) -> list[l
 
 
 def _read_again(cache: Any) -> list[ReconstructionReader]:
-    """Read the text a second time. Return the reader of each full layer, whose scores are 1 for sinks, and -inf for
-    padding."""
+    """Read the text a second time. Return the reader of each full layer, whose scores are the highest for sinks, and
+    -inf for padding."""
     ledger, pieces = cache.ledger, cache.method.selector.reconstruction
     length, visible = ledger.length, ledger.visible
     ids, positions = (part.long() for part in ledger.span(0, length))
@@ -163,10 +163,12 @@ def _read_again(cache: Any) -> list[ReconstructionReader]:
             forget()
     first = 0 if ledger.first is None else ledger.first[:, None]
     slots = torch.arange(length, device=ids.device)
-    for layer, reader in zip(cache.stream.bounded, readers, strict=True):
+    for reader in readers:
         reader.finish()
+    highest = max(1.0, *(float(reader.scores.max()) for reader in readers))  # weights are at most 1
+    for layer, reader in zip(cache.stream.bounded, readers, strict=True):
         by_row = reader.scores.unflatten(0, (-1, layer.heads))
-        by_row.masked_fill_((slots < first + pieces.sinks).expand(len(ids), -1)[:, None], 1.0)
+        by_row.masked_fill_((slots < first + pieces.sinks).expand(len(ids), -1)[:, None], highest)
         if visible is not None:
             by_row.masked_fill_(~visible[:, None], float("-inf"))
     return readers

@@ -47,7 +47,7 @@ def test_scores_are_those_of_autograd(family: str) -> None:
     theirs = scores_by_autograd(tiny(family), text, cache.geometry.full_layers[0].kv_heads)
     for ours, other in zip(found, theirs, strict=True):
         assert_near(ours.scores, other)
-    assert len({int(ours.scores.argmax()) for ours in found}) > 1
+    assert max(float(ours.scores.max()) for ours in found) > 1
 
 
 def test_padding_of_another_row_changes_no_choice() -> None:

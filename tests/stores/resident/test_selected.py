@@ -22,7 +22,7 @@ def chosen(case: Case) -> bool:
 
 
 CHOSEN = [name for name, case in LOSSY.items() if chosen(case)]
-BY_HEAD = ("duo-attention", "kvzip", "adakv", "epicache")  # whose heads have different budgets
+BY_HEAD = ("duo-attention", "kvzip", "adakv", "epicache", "kvgrad")  # whose heads have different budgets
 DROPPING = [name for name in CHOSEN if "+" not in name and LOSSY[name].promise == "lossy" and name not in BY_HEAD]
 BY_VECTORS = [  # which need no ids
     name

@@ -40,14 +40,22 @@ class Differentiable(ReconstructionReader):
 
     def attended(self, layer: Layer, step: AttentionInputs) -> Tensor:
         """Return attention over all entries and the new ones, and keep the step for :meth:`judge`."""
-        past, new = [segment for _, segment in self.past_segments(layer, step)], step.arriving()
-        scores = [scores_of(step.query, one.key, one.mask, False, step.scaling) for one in past]
+        new, values = step.arriving(), []
+        scores = []
+        for _, one in self.past_segments(layer, step):
+            key, value = (_tensor(part, layer) for part in (one.key, one.value))
+            if one.formed:  # the next segment takes its place
+                key, value = key.clone(), value.clone()
+            scores.append(scores_of(step.query, key, one.mask, False, step.scaling))
+            values.append(value)
         scores.append(scores_of(step.query, new.key, new.mask, new.causal, step.scaling))
         scores += [] if step.sinks is None else [sink_scores(step.sinks, step.query)]
         weights = torch.cat(scores, -1).softmax(-1)[..., : layer.length + step.new]
         detached = {name: getattr(step, name).detach() for name in ("query", "key", "value")}
         self.layer, self.step = layer, replace(step, **detached)
-        return weights.to(step.value.dtype) @ torch.cat([*(one.value for one in past), new.value], 2)
+        if self.hook is not None:
+            self.hook.attended(layer, self.step)
+        return weights.to(step.value.dtype) @ torch.cat([*values, new.value], 2)
 
     def judge(self, slopes: Tensor, output: Tensor) -> None:
         """Raise the scores of the piece's entries by a pass. slopes: |d phi / d a_p|, (rows, queries) float32. output:
@@ -58,7 +66,7 @@ class Differentiable(ReconstructionReader):
         lse = layer.ledger.unpadded(self.of_piece(layer, step), layer.heads)
         lse = lse - slopes.log().repeat_interleave(layer.heads, 0)[:, None]
         for piece, segment in self.past_segments(layer, step, [self.piece]):
-            values = piece.values[:, 0].float()
+            values = _tensor(segment.value, layer)[:, 0].float()
             scores = self.scores[:, piece.first : piece.first + values.shape[1]]
             for head in range(step.query.shape[1]):
                 one = slice(head, head + 1)
@@ -66,6 +74,11 @@ class Differentiable(ReconstructionReader):
                 written = ((values @ products[:, head]) * values).sum(2).clamp(min=0).sqrt()  # |v W_O| by entry
                 torch.maximum(scores, weights * written, out=scores)
         del self.layer, self.step
+
+
+def _tensor(part: Any, layer: Layer) -> Tensor:
+    """Return the keys or values of a segment as a tensor (lanes, 1, entries, dim)."""
+    return part if isinstance(part, Tensor) else part.dense(layer.dtype)[:, None]
 
 
 @contextmanager
