@@ -6,7 +6,8 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``numbers: NAME``: the main numbers of a study;
 * ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
-* ``scores: STORE METRIC METHOD [MODEL]``: a metric of all methods, and that of METHOD less theirs, sample by sample;
+* ``scores: STORE METRIC METHOD [MODEL]``: a metric of all methods, and that of METHOD less theirs, sample by sample,
+  and the number of samples where it is not the same everywhere;
 * ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts, because one cache answers all questions
   about a text;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
@@ -236,7 +237,11 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
         over = student([fmean(numbers) for numbers in found]) if by_text else estimate([*chain(*found)])
         return _shown(over, form, factor)
 
-    columns = (f"{word}{less}" for word in _percent(budgets) for less in ("", f", `{method}` less it"))
+    numbers = {way: [value for scores in one.samples.values() for value in scores.get(name, [])]
+               for way, one in results.items()}  # fmt: skip
+    counted = not by_text and len({len(found) for found in numbers.values() if found}) > 1
+    after = ["", f", `{method}` less it", *([", N"] if counted else [])]
+    columns = (f"{word}{what}" for word in _percent(budgets) for what in after)
     yield _head("-ln p a token" if metric.kind == "perplexity" else titled(metric), *columns)
     for other in dict.fromkeys(one.method for one in group.measured if one.budget or one.method == method):
         cells = []
@@ -248,6 +253,8 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
             if base is not None and other != method:
                 less = [base.minus({place: texts[place]}, name) for place in base.samples if place in texts]
             cells.append(shown(less, form.replace(":", ":+")))
+            if counted:
+                cells.append(str(len(numbers.get((other, budget), []))) if texts else "-")
         yield _line(f"`{other}`", *cells)
 
 

@@ -64,7 +64,7 @@ def test_a_rollback_removes_the_entries_with_values_of_later_tokens() -> None:
     MergeValues().store(site(1, 4, 3), None).merge(bank, left)  # type: ignore[attr-defined]
     assert bank.newest is not None and bank.newest.tolist() == [[0, 7, 0]]
     assert bank.values[0, :, 0].tolist() == pytest.approx([1.0, (1 + 0.75 * 3) / 1.75, 1.0])
-    assert bank.extra is not None and not bank.extra.any() and torch.equal(bank.keys, keys)
+    assert bank.extra is None and torch.equal(bank.keys, keys)
 
 
 def test_a_cosine_is_from_zero_to_below_one() -> None:

@@ -29,7 +29,7 @@ class MergeValue(MergeOnEvict):
         self.least, self.pinned, self.heads = least, site.pinned, site.layer.kv_heads
 
     def merge(self, bank: Bank, left: EvictedEntries) -> None:
-        newest, first = bank.counted()[1], self.ledger.first_by(self.heads)
+        first = self.ledger.first_by(self.heads)
         likeness, column = most_similar(bank, left.keys, self.pinned + (0 if first is None else bank.of(first)))
         likeness = likeness / vector_norm(left.keys.float(), dim=-1).clamp(min=1e-12)
         merges = (likeness > max(self.least, 0.0)) & (left.slots >= 0)
@@ -40,7 +40,9 @@ class MergeValue(MergeOnEvict):
         summed = old.scatter_add(1, column[..., None].expand_as(gone), gone * weights[..., None])
         bank.values[:, : bank.used] = (summed / total[..., None]).to(bank.values.dtype)
         last = left.slots if left.newest is None else torch.maximum(left.slots, left.newest)
-        newest.scatter_reduce_(1, column, last.masked_fill(~merges, 0).to(newest.dtype), "amax")
+        if bank.newest is None:
+            bank.newest = torch.zeros_like(bank.slots)
+        bank.newest.scatter_reduce_(1, column, last.masked_fill(~merges, 0).to(bank.newest.dtype), "amax")
 
 
 @dataclass(frozen=True)
