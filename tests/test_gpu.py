@@ -81,7 +81,7 @@ STEP = {
     "kv-lru": (56, 12),
     "tova+residual+fetch-on-miss": (61, 12),
     "epicache": (6, 0),
-    "kvgrad": (6, 0),
+    "kvgrad": (4, 0),
     "kvslimmer": (32, 0),
     "asymkv": (28, 0),
     "kvslimmer-exact": (32, 0),
