@@ -32,7 +32,7 @@ from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.reconstruction import ReconstructionReader
 from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
-from kvkeep_lab.published.lookahead import check_gradients, frozen, graph, real_tokens, scores_of
+from kvkeep_lab.published.lookahead import check_gradients, frozen, graph, masked_scores, real_tokens
 
 
 class Differentiable(ReconstructionReader):
@@ -46,9 +46,9 @@ class Differentiable(ReconstructionReader):
             key, value = (_tensor(part, layer) for part in (one.key, one.value))
             if one.formed:  # the next segment takes its place
                 key, value = key.clone(), value.clone()
-            scores.append(scores_of(step.query, key, one.mask, False, step.scaling))
+            scores.append(masked_scores(step.query, key, one.mask, False, step.scaling))
             values.append(value)
-        scores.append(scores_of(step.query, new.key, new.mask, new.causal, step.scaling))
+        scores.append(masked_scores(step.query, new.key, new.mask, new.causal, step.scaling))
         scores += [] if step.sinks is None else [sink_scores(step.sinks, step.query)]
         weights = torch.cat(scores, -1).softmax(-1)[..., : layer.length + step.new]
         detached = {name: getattr(step, name).detach() for name in ("query", "key", "value")}
