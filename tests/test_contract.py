@@ -65,9 +65,6 @@ NORMED = [
     for family in ("gemma3", "gemma4", "deepseek_v3", "qwen3", "qwen3_moe", "qwen3_next")
 ]
 
-# The windows that "kvzip" keeps from a prompt end with the first drafts, which are read with it.
-WINDOWS = ("gemma2", "gemma3")
-
 
 def equals(case: Case) -> bool:
     return case.equals
@@ -457,11 +454,7 @@ def test_beams_and_samples(name: str, family: str, way: int) -> None:
 @pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("name", "family"),
-    [
-        pair
-        for pair in pairs(7, without=ONE_WAY)
-        if (pair[1] != "gemma4" or streams(CASES[pair[0]])) and not (pair[0][:5] == "kvzip" and pair[1] in WINDOWS)
-    ],
+    [pair for pair in pairs(7, without=ONE_WAY) if pair[1] != "gemma4" or streams(CASES[pair[0]])],
 )
 def test_assisted_decoding(name: str, family: str) -> None:
     """Prompt lookup drafts tokens, most are rejected, and the cache is rolled back: what they drove out is lost where

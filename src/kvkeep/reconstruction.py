@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from kvkeep.errors import UsageError
 from kvkeep.models.chat_templates import filled
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
+from kvkeep.stores.sliding import noted, sliding_layers
 from kvkeep.transfer import copy_ledger, last_token_state, restore_last
 
 POSITIONS = 64
@@ -102,7 +103,8 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
     entries = method.division(geometry, cache.entries).resident
     scores = [reader.scores for reader in readers]
     with meter.holding(*(part for reader in readers for part in reader.tensors)):
-        shares, windows = _shares(cache, scores, rows, entries), last_token_state(cache)
+        shares, state = _shares(cache, scores, rows, entries), last_token_state(cache)
+        windows = noted(sliding_layers(cache))
         recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
         cache.reset(shares)
         if recording:
@@ -111,7 +113,9 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
         cache.stream.record.begin_with(record.plain)
         try:
             copy_ledger(old.ledger, cache.ledger, length, rows)
-            restore_last(cache, windows, length)
+            restore_last(cache, state, length)
+            for window, layer in zip(windows, sliding_layers(cache), strict=True):  # with recorded entries
+                replace(window, layer=layer).restore()
             _hand_over(cache, old, readers, rows)
         except BaseException:  # some entries are lost, so the cache is cleared
             cache.reset()

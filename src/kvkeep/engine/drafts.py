@@ -27,6 +27,7 @@ from kvkeep.engine.batch import Read
 from kvkeep.engine.pacing import Acceptance
 from kvkeep.memory.rows import BLOCK
 from kvkeep.stores.recurrent import NOTES
+from kvkeep.stores.sliding import sliding_layers
 
 GRAM = 3
 """The number of last tokens that are looked for; fewer where they do not occur earlier."""
@@ -348,7 +349,7 @@ def can_draft(cache: KeepCache) -> bool:
 def expect_drafts(cache: KeepCache) -> None:
     """Let windows and recurrent states keep what taking back the drafts of the next pass needs, until
     :func:`take_back`."""
-    for window in _windows(cache):
+    for window in sliding_layers(cache):
         window.record_past = True
     for state in cache.states.values():
         state.expect_drafts()
@@ -358,13 +359,9 @@ def take_back(cache: KeepCache, count: int) -> None:
     """Remove the last ``count`` tokens, which were drafts. An unfinished pass stays as it is."""
     if count and not cache.stream.open:
         cache.crop(-count)
-    for window in _windows(cache):
+    for window in sliding_layers(cache):
         window.record_past = False
         if not cache.stream.open:
             window.trim()
     for state in cache.states.values():
         state.forget_drafts()
-
-
-def _windows(cache: KeepCache) -> list[Any]:
-    return [cache.layers[layer.index] for layer in cache.geometry.sliding_layers]

@@ -212,6 +212,11 @@ class WindowState:
         self.layer._memory, self.layer.arrived, self.layer._recorded = self.memory, self.arrived, self.recorded
 
 
+def sliding_layers(cache: Any) -> list[SlidingLayer]:
+    """Return the sliding layers of a cache."""
+    return [cache.layers[layer.index] for layer in cache.geometry.sliding_layers]
+
+
 def noted(layers: Sequence[SlidingLayer]) -> list[WindowState]:
     """Return the present states of layers."""
     return [WindowState(layer, layer._memory, layer.arrived, layer._recorded) for layer in layers]

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.recall import Reader
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.sliding import noted
+from kvkeep.stores.sliding import noted, sliding_layers
 
 
 class Rehearsal(Reader):
@@ -42,7 +42,7 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     does. Gradients flow where they are enabled."""
     stream, layers = cache.stream, cache.stream.bounded
     stream.roll_back()
-    length, windows = cache.ledger.length, noted([cache.layers[layer.index] for layer in cache.geometry.sliding_layers])
+    length, windows = cache.ledger.length, noted(sliding_layers(cache))
     states = [(state, state.copied()) for state in cache.made.states.values()]
     readers_before = [layer.reader for layer in layers]
     for layer, reader in zip(layers, readers, strict=True):
