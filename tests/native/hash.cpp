@@ -893,27 +893,24 @@ void hash_sessions() {
       first.add(hash);
       second.add(hash);
     });
-  print("layers", [](Hash& hash) {
-    Layer one(KV_Q4_0, 700, false), two(KV_Q4_0, 800, false);
-    const KvLayer* layers[] = {&one.layer, &two.layer};
-    Session first(90, 1), second(91, 0), third(92, 1), fourth(93, 0);
-    KvStep *of_one[] = {&first.step, &second.step}, *of_two[] = {&third.step, &fourth.step};
-    KvStep* const* steps[] = {of_one, of_two};
-    one.layer.scaling = 0.125f;
-    two.layer.scaling = 0.25f;
-    const int64_t step_counts[] = {2, 2};
-    Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
-    fill(x, 94, 40);
-    fill_angles(cos, sin, 2, Layer::DIM / 2);
-    done(kvkeep_run_layers(layers, steps, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
-    hash.add(x);
-    fourth.add(hash);
-    Array<float> sinks(one.layer.heads);
-    fill(sinks, 85, 20);
-    one.layer.sinks = numbers(sinks);
-    done(kvkeep_run_layers(layers, steps, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
-    hash.add(x);
-  });
+  for (const KvArray& sinks : {NOTHING, numbers(scores)})
+    print(sinks.data ? "layers with sinks" : "layers", [&](Hash& hash) {
+      Layer one(KV_Q4_0, 700, false), two(KV_Q4_0, 800, false);
+      const KvLayer* layers[] = {&one.layer, &two.layer};
+      Session first(90, 1), second(91, 0), third(92, 1), fourth(93, 0);
+      KvStep *of_one[] = {&first.step, &second.step}, *of_two[] = {&third.step, &fourth.step};
+      KvStep* const* steps[] = {of_one, of_two};
+      one.layer.scaling = 0.125f;
+      two.layer.scaling = 0.25f;
+      one.layer.sinks = sinks;
+      const int64_t step_counts[] = {2, 2};
+      Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
+      fill(x, 94, 40);
+      fill_angles(cos, sin, 2, Layer::DIM / 2);
+      done(kvkeep_run_layers(layers, steps, 2, step_counts, numbers(cos), numbers(sin), numbers(x), NOTHING));
+      hash.add(x);
+      fourth.add(hash);
+    });
 }
 
 }  // namespace

@@ -29,9 +29,9 @@ CHECKS = ("models/unchanged.py", "passes/pass_owner.py", "passes/repeated_steps.
 """Modules, a thread and a step are checked."""
 MODEL = (
     "models/adapter.py", "models/forward.py", "models/norms.py", "models/packed.py", "models/rotary.py",
-    "step/sinks.py", "engine/sampling.py",
+    "step/scores.py", "step/sinks.py", "engine/sampling.py",
 )  # fmt: skip
-"""The model computes, its sinks are looked up, and a token is chosen."""
+"""The model computes, its sinks and caps are looked up, and a token is chosen."""
 BESIDE = (
     "errors.py", "decode/texts.py", "serve/http/connection.py", "serve/http/errors.py", "serve/http/metrics.py",
     "serve/beginnings.py", "serve/session_storage.py", "blocks/value.py", "serve/http/keys.py", "engine/stops.py",

@@ -33,6 +33,6 @@ def cap_of(scaling: float) -> float:
 
 
 def scores_of(products: Tensor, scaling: float) -> Tensor:
-    """Return the scores of ``products``, float32, whose memory is used."""
+    """Return the scores of ``products``, float32, which are overwritten."""
     found = products.mul_(scaling)
     return found.div_(cap).tanh_() * cap if (cap := cap_of(scaling)) else found

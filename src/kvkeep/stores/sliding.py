@@ -35,8 +35,8 @@ class SlidingLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Whether the entries stay that the tokens after the present one see, however many arrive, until a
-        :meth:`crop`. transformers sets it, too."""
+        """Whether the layer keeps, until a :meth:`crop`, the entries that a token after the present length would see,
+        however many tokens arrive. transformers sets it, too."""
         return self._recorded is not None
 
     @record_past.setter

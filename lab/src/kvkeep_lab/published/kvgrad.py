@@ -2,8 +2,8 @@
 openreview.net/forum?id=cg1wTCJjjk). kvpress calls this a KVgradPress (github.com/NVIDIA/kvpress, pull request 279).
 
 The text is read a second time, as for ``kvzip``. A backward pass after each piece differentiates phi, the sum of the
-squares of the last hidden states of all tokens, by the residual a_p of each token p between attention and MLP. The
-score of an entry c is
+squares of the last hidden states of the tokens of that pass, by the residual a_p of each of these tokens p between
+attention and MLP, in each layer. The score of an entry c is
 
     max over p of  A_pc |v_c W_O| |d phi / d a_p|
 

@@ -186,7 +186,7 @@ def check_gradients(model: Any, geometry: ModelGeometry, instead: str) -> None:
     """Raise UnsupportedModelError for packed weights. instead: the method that needs no gradients."""
     if any(isinstance(module, Packed) for module in model.modules()):
         raise UnsupportedModelError(
-            f"'{geometry.model_type}' has packed weights, between whose layers no gradient goes back; load it with "
+            f"'{geometry.model_type}' has packed weights, which have no gradients; load it with "
             f"weights float32, or use {instead}."
         )
 

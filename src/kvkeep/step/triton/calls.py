@@ -61,7 +61,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
             raise
         warnings.warn(
             f"triton's kernels do not attend to entries of {dtype} on '{device}' ({first_line(error)}), so operators "
-            "of torch do, which takes longer; triton needs a C compiler.",
+            "of torch attend instead; triton needs a C compiler.",
             stacklevel=2,
         )
         return False
