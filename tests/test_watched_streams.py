@@ -21,6 +21,7 @@ def races() -> Iterator[list[str]]:
 def test_a_race_is_found_where_a_wait_is_missing(race: str, waits: bool, races: list[str]) -> None:
     host, there = torch.zeros(8, pin_memory=True), torch.zeros(2, 8, device=GPU)
     compute, copies, event = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Event()
+    copies.wait_stream(compute)  # on which the memory is made
 
     def copy(to_device: bool) -> None:
         with torch.cuda.stream(copies):

@@ -169,7 +169,7 @@ def test_shared_rows_are_stored_once_and_changes_stay_private(operations: list[t
             shareable = owners[who - 1].shareable(count)
             for block in owners[who - 1].freeze(count):
                 owners[who].adopt(block)
-            assert owners[who].length == shareable and owners[who - 1].nbytes == before
+            assert owners[who].length == shareable and owners[who - 1].nbytes <= before
             if owners[who].length < count:
                 owners[who].append(concatenated(owners[who - 1], owners[who].length, count))
             stored = [part.data_ptr() for part in owners[who].head]

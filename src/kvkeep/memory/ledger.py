@@ -151,5 +151,5 @@ class Ledger:
     @property
     def padding_bytes(self) -> int:
         """Bytes of the state of padding."""
-        masks = (self.visible, self.first, *self._by_lane.values())
+        masks = (self.visible, self.first, self.origin, *self._by_lane.values())
         return sum(mask.nbytes for mask in masks if mask is not None)

@@ -406,9 +406,9 @@ KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray que
                                 int64_t tokens, int64_t heads, int by_token, float scaling, float cap, KvArray sinks,
                                 KvArray out, KvArray lse);
 /* Runs `count` layers of the same heads, one after the other, for the tokens of some sessions. layers: (count). steps:
- * (count), tables of step_counts[i] steps. cos, sin: (tokens, rotated) bfloat16, for all layers that rotate. x: (tokens,
- * hidden) bfloat16, read and written. normed: nothing; or, where the last layer has no MLP here, (tokens, hidden)
- * bfloat16, written: what enters its MLP, whose output is then missing in x. */
+ * (count), tables of step_counts[i] steps. cos, sin: (tokens, rotated) bfloat16, for all layers that rotate. x:
+ * (tokens, hidden) bfloat16, read and written. normed: nothing; or, where the last layer has no MLP here, (tokens,
+ * hidden) bfloat16, written: what enters its MLP, whose output is then missing in x. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count,
                            const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x, KvArray normed);
 
