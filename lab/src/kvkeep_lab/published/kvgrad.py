@@ -30,6 +30,7 @@ from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.layer_parts import LayerParts, parts_of
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.reconstruction import ReconstructionReader
+from kvkeep.step.scores import CAP
 from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
 from kvkeep_lab.published.lookahead import check_gradients, frozen, graph, masked_scores, real_tokens
@@ -84,7 +85,7 @@ def _tensor(part: Any, layer: Layer) -> Tensor:
 @contextmanager
 def going_back(cache: Any, readers: Sequence[Differentiable]) -> Iterator[None]:
     """Run a pass with a graph, differentiate phi by the residuals of its tokens, and let the readers judge."""
-    parts = [_parts(layer) for layer in layers_of(cache.made.decoder)]
+    parts = [_parts(layer, cache.geometry.model_type) for layer in layers_of(cache.made.decoder)]
     residuals: list[Tensor] = []
     last: list[Tensor] = []
 
@@ -116,12 +117,12 @@ def going_back(cache: Any, readers: Sequence[Differentiable]) -> Iterator[None]:
         reader.judge(slopes[layer.index], output)
 
 
-def _parts(layer: Any) -> LayerParts:
+def _parts(layer: Any, model_type: str) -> LayerParts:
     try:
         return parts_of(layer)
     except (AttributeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"'kvgrad' does not find the parts of '{type(layer).__name__}': {error}; use kvzip."
+            f"'kvgrad' does not find the parts of a layer of '{model_type}': {error}; use kvzip."
         ) from error
 
 
@@ -153,5 +154,9 @@ class KVGrad(KVzip):
         if model is not None:
             check_gradients(model, geometry, "kvzip")
             for layer in layers_of(decoder_of(model)):
-                _parts(layer)
+                if getattr(_parts(layer, geometry.model_type).attention, CAP, None) is not None:
+                    raise UnsupportedModelError(
+                        f"'kvgrad' does not rank alike with padding where scores are capped, as those of "
+                        f"'{geometry.model_type}'; use kvzip."
+                    )
         return super().budgets(model, geometry, entries)
