@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from conftest import saved
+from families import COMMON, FAMILIES
+from helpers import allocated, counted, prompt, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep import KeepCache, UsageError
 from kvkeep.geometry import window_rows
+from kvkeep.models.loading import load
 from kvkeep.stores.sliding import SlidingLayer, noted
 
 KEYS = torch.arange(600.0).view(1, 1, 600, 1).expand(1, 2, 600, 3).contiguous()
@@ -137,3 +144,73 @@ def test_several_rows_and_a_gpu_plan_no_steps() -> None:
     before = several.keys.clone()
     several.select(torch.tensor([1, 1, 0]))
     assert several.rows == 3 and torch.equal(several.keys[:2], before)
+
+
+# -- in a cache -------------------------------------------------------------------------------------------
+
+
+def loaded(config: Any, folder: Path) -> Any:
+    """A tiny model with packed weights, whose steps the library runs."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    return load(saved(model, folder), weights="bfloat16", device="cpu").model
+
+
+def gemma3(folder: Path) -> Any:
+    config = FAMILIES["gemma3"]()
+    config.intermediate_size = 64
+    return loaded(config, folder)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_steps_may_be_planned_within_inference_mode_and_after_it(tmp_path: Path) -> None:
+    model, ids = gemma3(tmp_path), prompt(1, 60)
+    cache, other = KeepCache(model, "full"), KeepCache(model, "full")
+    step(model, cache, ids[:, :20])
+    with torch.inference_mode():
+        model(ids[:, 20:21], cache=cache)
+    with torch.no_grad():
+        found = model(ids[:, 21:22], cache=cache).logits
+    step(model, other, ids[:, :20])
+    step(model, other, ids[:, 20:21])
+    assert torch.equal(found, step(model, other, ids[:, 21:22]))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_memory_that_a_window_has_left_is_freed(tmp_path: Path) -> None:
+    """Also where steps of other numbers of tokens were planned in it."""
+    model, ids, stop = gemma3(tmp_path), prompt(1, 400), 40
+    cache = KeepCache(model, "full")
+    step(model, cache, ids[:, :stop])
+    for count in (*range(2, 17), *[1] * 40):
+        step(model, cache, ids[:, stop : stop + count])
+        stop += count
+        assert allocated(cache) == counted(cache), count
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_mask_of_other_entries_than_a_window_has_is_refused(tmp_path: Path) -> None:
+    model, ids = gemma3(tmp_path), prompt(1, 40)
+    cache, causal = KeepCache(model, "full"), torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    step(model, cache, ids[:, :30])
+    with pytest.raises(UsageError, match="covers 40 entries; in layer 0 it has to cover 17"):
+        step(model, cache, ids[:, 30:], causal[:, :, 30:])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_window_of_which_the_layers_say_nothing_stays_masked(tmp_path: Path) -> None:
+    """In one pass: the model masks with a window, and its layers keep all entries."""
+    config = hf.Phi3Config(**COMMON | {"intermediate_size": 64}, sliding_window=8, layer_types=["full_attention"] * 4)
+    model, ids = loaded(config, tmp_path), prompt(1, 40)
+    found = step(model, KeepCache(model, "full"), ids, logits_to_keep=0)
+    wanted = model(ids, use_cache=False).logits
+    assert torch.cosine_similarity(found.float(), wanted.float(), dim=-1).min() > 0.999
+
+
+def test_gradients_flow_through_several_passes() -> None:
+    model, ids = hf.AutoModelForCausalLM.from_config(hf.MistralConfig(**COMMON, sliding_window=8)), prompt(1, 40)
+    cache, loss = KeepCache(model, "full"), torch.zeros(())
+    for part in ids.split([20, 1, 1, 1, 17], 1):
+        loss = loss + model(part, cache=cache).logits.float().square().mean()
+    (gradient,) = torch.autograd.grad(loss, [model.model.layers[0].self_attn.k_proj.weight])
+    assert torch.isfinite(gradient).all() and gradient.any()

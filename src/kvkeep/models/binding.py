@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -137,7 +137,9 @@ def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
     attender = current_attender()
     if getattr(attender, "packed", False):
         return None  # each session's attention has a separate mask
-    if getattr(attender, "masks_itself", False) and _is_causal(kwargs.get("mask_function")):
+    if getattr(attender, "masks_itself", False) and _is_causal(
+        kwargs.get("mask_function"), getattr(attender, "windows", ())
+    ):
         return None
     return sdpa_mask(*args, **kwargs)
 
@@ -145,12 +147,14 @@ def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
 AttentionMaskInterface.register(NAME, mask_forward)
 
 
-def _is_causal(mask_function: Any) -> bool:
-    """Return whether a mask shows each token all tokens up to it, or those in a sliding window."""
+def _is_causal(mask_function: Any, windows: Container[int]) -> bool:
+    """Return whether a mask shows each token all tokens up to it, or those in one of ``windows``."""
     if mask_function is causal_mask_function:
         return True
     code, parts = _parts(mask_function)
-    return code is _SLIDING[0] and [_parts(one)[0] for one in parts] == _SLIDING[1]
+    if code is not _SLIDING[0] or [_parts(one)[0] for one in parts] != _SLIDING[1]:
+        return False
+    return parts[0].__closure__[0].cell_contents in windows
 
 
 def _parts(mask_function: Any) -> tuple[Any, tuple[Any, ...]]:

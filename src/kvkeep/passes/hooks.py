@@ -62,6 +62,8 @@ class ForwardHooks:
 
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
+        self.windows = {layer.window for layer in geometry.sliding_layers}
+        """Those of the sliding layers."""
         self.ran = 0
         """The number of the decoder's first layers that calls for several layers have run in this pass."""
         self.writes = Writes()

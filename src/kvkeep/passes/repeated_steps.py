@@ -16,7 +16,10 @@ class RepeatedSteps:
         self._steps: dict[int, TextSteps] = {}  # by their number of tokens
 
     def keep(self, count: int, steps: TextSteps) -> None:
-        """Keep the steps of ``count`` tokens."""
+        """Keep the steps of ``count`` tokens, and forget those of memory that a layer no longer uses."""
+        for number, one in [*self._steps.items()]:
+            if any(self._layers[at].follows(step) is None for at, step in one.by_layer.items()):
+                del self._steps[number]
         self._steps[count] = steps
 
     def again(self, count: int) -> MovedSteps | None:

@@ -336,6 +336,11 @@ class CacheStream:
         source = self.geometry.layers[module.layer_idx].source
         layer = self.layers[source]
         pieces = layer.pieces() if self.attends_to_pieces(source) else [(key, value)]
+        entries = sum(keys.shape[2] for keys, _ in pieces)
+        if mask is not None and mask.shape[-1] != entries:
+            raise UsageError(
+                f"The attention mask covers {mask.shape[-1]} entries; in layer {source} it has to cover {entries}."
+            )
         window = self.geometry.layers[source].window if layer.is_sliding else None
         start = 0 if window is None else layer.get_seq_length() - key.shape[2]
         sinks, kernels = sinks_of(module), choice.kernels_of(query.device)

@@ -93,7 +93,8 @@ class SlidingLayer(CacheLayerMixin):
         """Take new entries, (batch, kv_heads, new, dim), and return all that their tokens see."""
         self.is_initialized, count = True, key_states.shape[2]
         seen = self.arrived - self.sliding_window + 1  # the first slot that the new tokens see
-        if self._memory is not None and count <= spare_rows(self.sliding_window):
+        learns = torch.is_grad_enabled() and key_states.requires_grad  # what backward needs must not be overwritten
+        if self._memory is not None and count <= spare_rows(self.sliding_window) and not learns:
             self._reserve(count)
             keys, values, first = self._memory
             rows = slice(self.arrived - first, self.arrived - first + count)

@@ -199,7 +199,9 @@ class _Form:
         attention.lanes, attention.queries, attention.causal_offset = self.bank.lanes, step.tokens, -1
         attention.dim, attention.value_dim = self.bank.widths
         attention.pieces, attention.piece_count = address_of(self._table), len(self._table)
-        attention.window, self._shift = step.window, torch.zeros(self.bank.lanes, dtype=torch.int32)
+        attention.window = step.window
+        with torch.inference_mode(False):
+            self._shift = torch.zeros(self.bank.lanes, dtype=torch.int32)
         if step.window:
             attention.shift = array(self._shift)
         if step.seen is not None:
