@@ -104,6 +104,7 @@ def _reads(step: LayerStep, query: Tensor) -> bool:
     written = [part for one in (step.append, step.evict) if one is not None for part in one[:2]]
     return (
         not step.reduce
+        and not step.window
         and all(readable(part, query) for part in written)
         and all(can_attend(query, span.keys, span.values) for span in step.attend)
     )
