@@ -94,7 +94,9 @@ class HeldBytesStudy(Study):
 
 def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) -> Bytes:
     geometry, memory = cache.geometry, cache.memory()
-    resident, sliding = min(entries, tokens), geometry.sliding_bytes(tokens)
+    resident, layers = min(entries, tokens), geometry.sliding_layers
+    elements = sum(one.entry_elements * min(tokens, one.window - 1) for one in layers if one.window)
+    sliding = elements * geometry.dtype_bytes  # without the rows that a layer has for further entries
     checkpointed = tokens - resident if kind == "kv" else tokens
     of_kind = {
         "kv": geometry.full_bytes_per_token,
