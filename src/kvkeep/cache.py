@@ -27,6 +27,7 @@ from kvkeep.reconstruction import ReconstructionReader, Rereading, compress
 from kvkeep.stores.dynamic import holding_of
 from kvkeep.stores.layer import lanes_of
 from kvkeep.stores.recurrent_cache import RecurrentCache
+from kvkeep.stores.sliding import sliding_layers
 from kvkeep.transfer import fork, lacks
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class KeepCache(RecurrentCache):
                 "The checkpoint has lost entries that the text before these tokens attends to, so they cannot be "
                 "removed; call reset()."
             )
-        for one in (*self.states.values(), *(self.layers[layer.index] for layer in self.geometry.sliding_layers)):
+        for one in (*self.states.values(), *sliding_layers(self)):
             if (check := getattr(one, "check_crop", None)) is not None:
                 check(tokens_to_remove)
         for part in (*self.layers, *self.made.beside.values()):

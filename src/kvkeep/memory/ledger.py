@@ -33,7 +33,7 @@ class Ledger:
         # State of the current forward pass; None: no padding.
         self.visible: Tensor | None = None  # (batch, slots) bool
         self.first: Tensor | None = None  # (batch,), the first slot that is not padding
-        self.origin: Tensor | None = None  # the same in the host's memory, where nobody waits for it
+        self.origin: Tensor | None = None  # the same in the host's memory: reading it never waits
         self._padding: list[int] | None = None
         self._by_lane: dict[int, Tensor] = {}  # by number of KV heads per row
         self._unpadded_tail = 0  # number of last slots without padding in any row

@@ -90,7 +90,7 @@ class FusedLayer(WithPointers):
         self.window: int | None = None
         """The number of entries that its attention sees; None: all."""
         self.group: FusedLayers | None = None
-        """Runs this layer and those after it that are rotated alike; None where an earlier layer runs it."""
+        """Runs this layer and those after it that rotate by the same angles; None where an earlier layer runs it."""
 
     @functools.cached_property
     def struct(self) -> KvLayer:

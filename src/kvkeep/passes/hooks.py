@@ -62,8 +62,6 @@ class ForwardHooks:
 
     def __init__(self, sessions: Sequence[SessionPass], geometry: ModelGeometry, packed: bool = False) -> None:
         self.sessions, self.geometry, self.packed = sessions, geometry, packed
-        self.windows = {layer.window for layer in geometry.sliding_layers}
-        """Those of the sliding layers."""
         self.ran = 0
         """The number of the decoder's first layers that calls for several layers have run in this pass."""
         self.writes = Writes()
@@ -87,6 +85,11 @@ class ForwardHooks:
     def streams(self) -> bool:
         """Whether any layer attends through these hooks."""
         return self.packed or self.sessions[0].stream.streams
+
+    @property
+    def windows(self) -> set[int | None]:
+        """The windows of the sliding layers."""
+        return {layer.window for layer in self.geometry.sliding_layers}
 
     @property
     def masks_itself(self) -> bool:

@@ -76,8 +76,7 @@ class CacheStream:
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
         kinds = ("full", "sliding") if self.exact else ("full",)
-        holding = (layer.index for layer in geometry.layers if layer.kind in kinds)
-        self._single = [index for index in holding if sources.count(index) == 1]
+        self._single = [one.index for one in geometry.layers if one.kind in kinds and sources.count(one.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
         self.disk = DiskChecks(partial(_rows_on_disk, made))
@@ -342,7 +341,7 @@ class CacheStream:
                 f"The attention mask covers {mask.shape[-1]} entries; in layer {source} it has to cover {entries}."
             )
         window = self.geometry.layers[source].window if layer.is_sliding else None
-        start = 0 if window is None else layer.get_seq_length() - key.shape[2]
+        start = 0 if window is None else layer.get_seq_length() - entries
         sinks, kernels = sinks_of(module), choice.kernels_of(query.device)
         output = kernels.attend_all(query, pieces, mask, scaling, start, self.first, sinks, window)
         if output is not None or mask is not None or not self.masks_itself:
@@ -352,9 +351,7 @@ class CacheStream:
         # Without a mask, transformers would treat the queries as those of the first tokens.
         slots = torch.arange(key.shape[2], device=key.device)
         queried = slots[-query.shape[2] :, None]
-        seen = (slots <= queried)[None, None]
-        if window is not None:
-            seen = seen & (slots > queried - window)
+        seen = ((slots <= queried) & (slots > queried - (window or len(slots))))[None, None]
         if self.first is not None:
             seen = seen & (slots + start >= self.first[:, None])[:, None, None]
         return attend(query, [Segment(key, value, seen)], scaling, sinks)[0]

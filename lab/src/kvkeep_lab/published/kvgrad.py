@@ -156,7 +156,7 @@ class KVGrad(KVzip):
             for layer in layers_of(decoder_of(model)):
                 if getattr(_parts(layer, geometry.model_type).attention, CAP, None) is not None:
                     raise UnsupportedModelError(
-                        f"'kvgrad' does not rank alike with padding where scores are capped, as those of "
+                        f"'kvgrad' ranks padded rows otherwise than single ones if scores are capped, as those of "
                         f"'{geometry.model_type}'; use kvzip."
                     )
         return super().budgets(model, geometry, entries)

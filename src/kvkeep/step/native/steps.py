@@ -200,9 +200,9 @@ class _Form:
         attention.dim, attention.value_dim = self.bank.widths
         attention.pieces, attention.piece_count = address_of(self._table), len(self._table)
         attention.window = step.window
-        with torch.inference_mode(False):
-            self._shift = torch.zeros(self.bank.lanes, dtype=torch.int32)
         if step.window:
+            with torch.inference_mode(False):  # later steps write it outside
+                self._shift = torch.zeros(self.bank.lanes, dtype=torch.int32)
             attention.shift = array(self._shift)
         if step.seen is not None:
             attention.mask = rows(step.seen[:, None])
