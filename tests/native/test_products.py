@@ -71,6 +71,15 @@ def test_products_equal_the_reference_and_rows_are_independent(
     assert torch.equal(found, linear(x[:, None].expand(-1, 2, -1))[:, 1])  # twice as many, and not contiguous
 
 
+@pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("IQ")])
+def test_rows_that_share_the_codes_of_a_unit_are_independent(kind: str) -> None:
+    """Codes of a codebook are looked up for 512 rows at a time; the last tile here has 5."""
+    torch.manual_seed(0)
+    linear = PackedLinear(made(kind, 40, 512 // KINDS[kind].elements))
+    x = torch.randn(16 * 33 + 5, 512).bfloat16()
+    assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(7)]))
+
+
 @settings(max_examples=20, deadline=None)
 @given(outputs=st.integers(1, 70), inputs=st.integers(1, 99), rows=st.integers(1, 50), seed=st.integers(0, 99))
 def test_products_in_float32_are_a_chain_in_the_order_of_inputs(

@@ -15,36 +15,34 @@ namespace {
 
 struct IntegerSums { I first, second; };     // of a row's group: of all of it, or of its halves
 
-template <int KIND> INLINE IntegerSums sums_of(const I (&w)[8], const InputGroup& x) {
-  constexpr int BITS = bits_of<KIND>(), ZERO = zero_point_of<KIND>();
-  if constexpr (LAYOUTS[KIND].halves)
-    return {integer_sum<BITS, 0, 4>(w, x.codes, iset(-ZERO * x.first_half)),
-            integer_sum<BITS, 4, 8>(w, x.codes, iset(-ZERO * x.second_half))};
-  const I all = integer_sum<BITS, 0, 8>(w, x.codes, iset(-ZERO * x.total));
+template <class U> INLINE IntegerSums sums_of(const I (&w)[8], const InputGroup& x) {
+  if constexpr (U::HALVES)
+    return {integer_sum<U::BITS, 0, 4>(w, x.codes, iset(-U::ZERO * x.first_half)),
+            integer_sum<U::BITS, 4, 8>(w, x.codes, iset(-U::ZERO * x.second_half))};
+  const I all = integer_sum<U::BITS, 0, 8>(w, x.codes, iset(-U::ZERO * x.total));
   return {all, all};
 }
 
 // A row's sum with a group's part.
-template <int KIND> INLINE F add_group(F sum, const IntegerSums& integers, const InputGroup& x, const Scales& scales) {
-  constexpr KindLayout L = LAYOUTS[KIND];
+template <class U> INLINE F add_group(F sum, const IntegerSums& integers, const InputGroup& x, const Scales& scales) {
   const F by = fset(x.scale);
-  if constexpr (L.halves) {
+  if constexpr (U::HALVES) {
     sum = ffma(fmul(scales.first, by), to_float(integers.first), sum);
     sum = ffma(fmul(scales.second, by), to_float(integers.second), sum);
-    if constexpr (!L.offsets) return sum;
+    if constexpr (!U::OFFSETS) return sum;
     sum = ffma(scales.offset, fset(x.scale * float(x.first_half)), sum);
     return ffma(scales.second_offset, fset(x.scale * float(x.second_half)), sum);
   }
   sum = ffma(fmul(scales.first, by), to_float(integers.first), sum);
-  return L.offsets ? ffma(scales.offset, fset(x.sum), sum) : sum;
+  return U::OFFSETS ? ffma(scales.offset, fset(x.sum), sum) : sum;
 }
 
 #if defined(KVKEEP_I8MM)
-template <int KIND>
+template <class U>
 INLINE void sums_of_two(const I (&w)[8], const InputGroup& x, const InputGroup& y, IntegerSums& of_x,
                         IntegerSums& of_y) {
-  constexpr int ZERO = zero_point_of<KIND>();
-  constexpr bool HALVES = LAYOUTS[KIND].halves;
+  constexpr int ZERO = U::ZERO;
+  constexpr bool HALVES = U::HALVES;
   integer_sums_of_two<0, HALVES ? 4 : 8>(w, x.codes, y.codes, of_x.first, of_y.first);
   of_x.first = iadd(of_x.first, iset(-ZERO * (HALVES ? x.first_half : x.total)));
   of_y.first = iadd(of_y.first, iset(-ZERO * (HALVES ? y.first_half : y.total)));
@@ -58,29 +56,33 @@ INLINE void sums_of_two(const I (&w)[8], const InputGroup& x, const InputGroup& 
 
 // Fetches what lies AHEAD of a group, bytes: the processor's own fetching ends with a page.
 constexpr int64_t AHEAD = 4096;
-template <int KIND> INLINE void fetch_ahead(const uint8_t* panel, int g) {
-  constexpr int BYTES = LAYOUTS[KIND].unit_bytes / Unit<KIND>::GROUPS;
+template <class U> INLINE void fetch_ahead(const uint8_t* panel, int g) {
+  if constexpr (!U::FETCHES) return;
+  constexpr int BYTES = U::BYTES / U::GROUPS;
   UNROLLED for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(panel + AHEAD + g * BYTES + b);
 }
 
-// R rows with a panel, NV vectors of outputs from `lane` on; sums in registers. A group has `stride` rows.
-template <int KIND, int R, int NV>
-static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int stride, int lane, float* out) {
-  constexpr KindLayout L = LAYOUTS[KIND];
+// Sums begin with 0, or with what `out` has, of the groups before.
+enum Start { AT_ZERO, AT_OUT };
+
+// R rows with the units of a panel, NV vectors of outputs from `lane` on; sums in registers. A group has `stride` rows.
+template <class U, int R, int NV>
+static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int stride, int lane, Start start,
+                     float* out) {
   F sums[NV][R];
   UNROLLED for (int v = 0; v < NV; v++)
-    UNROLLED for (int r = 0; r < R; r++) sums[v][r] = fset(0.0f);
-  for (int64_t u = 0; u < units; u++, panel += L.unit_bytes) {
-    Unit<KIND> unit[NV];
-    UNROLLED for (int v = 0; v < NV; v++) unit[v] = Unit<KIND>::at(panel, lane + v * W);
-    for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += stride) {
-      if (lane == 0) fetch_ahead<KIND>(panel, g);
+    UNROLLED for (int r = 0; r < R; r++) sums[v][r] = start ? fload(out + r * PANEL + lane + v * W) : fset(0.0f);
+  for (int64_t u = 0; u < units; u++, panel += U::BYTES) {
+    U unit[NV];
+    UNROLLED for (int v = 0; v < NV; v++) unit[v] = U::at(panel, lane + v * W);
+    for (int g = 0; g < U::GROUPS; g++, x += stride) {
+      if (lane == 0) fetch_ahead<U>(panel, g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
-        weights_of<KIND>(unit[v], g, w);
-        const Scales scales = scales_of<KIND>(unit[v], g);
+        weights_of(unit[v], g, w);
+        const Scales scales = scales_of(unit[v], g);
         UNROLLED for (int r = 0; r < R; r++)
-          sums[v][r] = add_group<KIND>(sums[v][r], sums_of<KIND>(w, x[r]), x[r], scales);
+          sums[v][r] = add_group<U>(sums[v][r], sums_of<U>(w, x[r]), x[r], scales);
       }
     }
   }
@@ -88,32 +90,32 @@ static void few_rows(const uint8_t* panel, int64_t units, const InputGroup* x, i
     UNROLLED for (int r = 0; r < R; r++) fstore(out + r * PANEL + lane + v * W, sums[v][r]);
 }
 
-// Many rows with a panel, W outputs from `lane` on: a group's codes stay in registers while rows pass.
-template <int KIND>
-static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int rows, int lane, float* out) {
-  constexpr KindLayout L = LAYOUTS[KIND];
+// Many rows with the units of a panel, W outputs from `lane` on: a group's codes stay in registers while rows pass.
+template <class U>
+static void many_rows(const uint8_t* panel, int64_t units, const InputGroup* x, int rows, int lane, Start start,
+                      float* out) {
   alignas(64) float sums[ROW_TILE * W];
-  memset(sums, 0, sizeof(float) * rows * W);
-  for (int64_t u = 0; u < units; u++, panel += L.unit_bytes) {
-    const Unit<KIND> unit = Unit<KIND>::at(panel, lane);
-    for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += rows) {
-      if (lane == 0) fetch_ahead<KIND>(panel, g);
+  for (int r = 0; r < rows; r++) fstore(sums + r * W, start ? fload(out + r * PANEL + lane) : fset(0.0f));
+  for (int64_t u = 0; u < units; u++, panel += U::BYTES) {
+    const U unit = U::at(panel, lane);
+    for (int g = 0; g < U::GROUPS; g++, x += rows) {
+      if (lane == 0) fetch_ahead<U>(panel, g);
       I w[8];
-      weights_of<KIND>(unit, g, w);
-      const Scales scales = scales_of<KIND>(unit, g);
+      weights_of(unit, g, w);
+      const Scales scales = scales_of(unit, g);
       auto add = [&](int r, const IntegerSums& integers) {
-        fstore(sums + r * W, add_group<KIND>(fload(sums + r * W), integers, x[r], scales));
+        fstore(sums + r * W, add_group<U>(fload(sums + r * W), integers, x[r], scales));
       };
       int r = 0;
 #if defined(KVKEEP_I8MM)
       for (; r + 2 <= rows; r += 2) {
         IntegerSums one, other;
-        sums_of_two<KIND>(w, x[r], x[r + 1], one, other);
+        sums_of_two<U>(w, x[r], x[r + 1], one, other);
         add(r, one);
         add(r + 1, other);
       }
 #endif
-      for (; r < rows; r++) add(r, sums_of<KIND>(w, x[r]));
+      for (; r < rows; r++) add(r, sums_of<U>(w, x[r]));
     }
   }
   for (int r = 0; r < rows; r++) fstore(out + r * PANEL + lane, fload(sums + r * W));
@@ -123,27 +125,52 @@ constexpr int ONE_ROW_VECTORS = W == 1 ? 1 : W == 4 ? 2 : PARTS;  // of a panel,
 
 constexpr int FEW_ROWS = W == 16 ? 8 : 4;  // rows whose sums fit into registers beside the codes of a group
 
-template <int KIND, int R = FEW_ROWS>
-static void few_rows_of_panel(const uint8_t* panel, int64_t units, const InputGroup* x, int rows, int stride,
-                              float* out) {
+template <class U, int R = FEW_ROWS>
+static void few_rows_of_units(const uint8_t* panel, int64_t units, const InputGroup* x, int rows, int stride,
+                              Start start, float* out) {
   if constexpr (R > 1)
-    if (rows < R) return few_rows_of_panel<KIND, R - 1>(panel, units, x, rows, stride, out);
+    if (rows < R) return few_rows_of_units<U, R - 1>(panel, units, x, rows, stride, start, out);
   constexpr int NV = R == 1 ? ONE_ROW_VECTORS : 1;
-  for (int lane = 0; lane < PANEL; lane += NV * W) few_rows<KIND, R, NV>(panel, units, x, stride, lane, out);
+  for (int lane = 0; lane < PANEL; lane += NV * W) few_rows<U, R, NV>(panel, units, x, stride, lane, start, out);
 }
 
-template <int KIND>
-static void rows_of_panel(const uint8_t* panel, int64_t inputs, const InputGroup* x, int rows, float* out) {
-  const int64_t units = inputs / LAYOUTS[KIND].unit;
+// A tile of rows with the units of a panel.
+template <class U>
+static void rows_of_units(const uint8_t* panel, int64_t units, const InputGroup* x, int rows, Start start, float* out) {
   if constexpr (W == 16) {  // codes are unpacked for a tile, or eight rows: sums in memory would cost more
-    if (rows == ROW_TILE) return few_rows<KIND, ROW_TILE, 1>(panel, units, x, rows, 0, out);
+    if (rows == ROW_TILE) return few_rows<U, ROW_TILE, 1>(panel, units, x, rows, 0, start, out);
     for (int r = 0; r < rows; r += FEW_ROWS)
-      few_rows_of_panel<KIND>(panel, units, x + r, rows - r < FEW_ROWS ? rows - r : FEW_ROWS, rows, out + r * PANEL);
+      few_rows_of_units<U>(panel, units, x + r, rows - r < FEW_ROWS ? rows - r : FEW_ROWS, rows, start,
+                           out + r * PANEL);
   } else if (rows <= FEW_ROWS) {
-    few_rows_of_panel<KIND>(panel, units, x, rows, rows, out);
+    few_rows_of_units<U>(panel, units, x, rows, rows, start, out);
   } else {
-    for (int lane = 0; lane < PANEL; lane += W) many_rows<KIND>(panel, units, x, rows, lane, out);
+    for (int lane = 0; lane < PANEL; lane += W) many_rows<U>(panel, units, x, rows, lane, start, out);
   }
+}
+
+// Tiles first .. last - 1 of rows with a panel.
+template <int KIND>
+static void tiles_of_panel(const uint8_t* panel, const InputRows& x, int64_t first, int64_t last, float* out) {
+  using U = Unit<KIND>;
+  const int64_t units = x.inputs / LAYOUTS[KIND].unit;
+  auto tile = [&](int64_t t) { return (const InputGroup*)x.tile(t); };
+  if constexpr (has_codebook(KIND))  // looking codes up takes as long as multiplying some ten rows by them
+    if (last - first > 1) {
+      using Found = FoundGroup<U::HALVES>;
+      alignas(64) uint8_t groups[U::GROUPS * Found::BYTES];
+      for (int64_t u = 0; u < units; u++) {
+        find_groups<KIND>(panel + u * U::BYTES, groups);
+        for (int64_t t = first; t < last; t++) {
+          const int rows = x.rows_of(t);
+          rows_of_units<Found>(groups, U::GROUPS, tile(t) + u * U::GROUPS * rows, rows, u ? AT_OUT : AT_ZERO,
+                               out + (t - first) * ROW_TILE * PANEL);
+        }
+      }
+      return;
+    }
+  for (int64_t t = first; t < last; t++)
+    rows_of_units<U>(panel, units, tile(t), x.rows_of(t), AT_ZERO, out + (t - first) * ROW_TILE * PANEL);
 }
 
 // ---- weights without blocks -----------------------------------------------------------------------------------------
@@ -191,34 +218,37 @@ static void store_outputs(const float* out, int rows, const T* bias, int64_t wid
   }
 }
 
-typedef void (*RowsOfPanel)(const uint8_t* panel, int64_t inputs, const InputGroup* x, int rows, float* out);
+typedef void (*TilesOfPanel)(const uint8_t* panel, const InputRows& x, int64_t first, int64_t last, float* out);
 
-static RowsOfPanel rows_of_kind(int64_t kind) {
+static TilesOfPanel tiles_of_kind(int64_t kind) {
   switch (kind) {
-    case KV_Q4_0: return rows_of_panel<KV_Q4_0>;
-    case KV_Q4_1: return rows_of_panel<KV_Q4_1>;
-    case KV_Q5_0: return rows_of_panel<KV_Q5_0>;
-    case KV_Q5_1: return rows_of_panel<KV_Q5_1>;
-    case KV_Q8_0: return rows_of_panel<KV_Q8_0>;
-    case KV_Q4_K: return rows_of_panel<KV_Q4_K>;
-    case KV_Q5_K: return rows_of_panel<KV_Q5_K>;
-    case KV_IQ4_NL: return rows_of_panel<KV_IQ4_NL>;
-    case KV_IQ4_XS: return rows_of_panel<KV_IQ4_XS>;
-    case KV_MXFP4: return rows_of_panel<KV_MXFP4>;
-    case KV_Q2_K: return rows_of_panel<KV_Q2_K>;
-    case KV_Q3_K: return rows_of_panel<KV_Q3_K>;
-    case KV_IQ2_XXS: return rows_of_panel<KV_IQ2_XXS>;
-    case KV_IQ2_XS: return rows_of_panel<KV_IQ2_XS>;
-    case KV_IQ2_S: return rows_of_panel<KV_IQ2_S>;
-    case KV_IQ3_XXS: return rows_of_panel<KV_IQ3_XXS>;
-    case KV_IQ3_S: return rows_of_panel<KV_IQ3_S>;
-    case KV_IQ1_S: return rows_of_panel<KV_IQ1_S>;
-    case KV_IQ1_M: return rows_of_panel<KV_IQ1_M>;
-    case KV_TQ1_0: return rows_of_panel<KV_TQ1_0>;
-    case KV_TQ2_0: return rows_of_panel<KV_TQ2_0>;
-    default: return rows_of_panel<KV_Q6_K>;
+    case KV_Q4_0: return tiles_of_panel<KV_Q4_0>;
+    case KV_Q4_1: return tiles_of_panel<KV_Q4_1>;
+    case KV_Q5_0: return tiles_of_panel<KV_Q5_0>;
+    case KV_Q5_1: return tiles_of_panel<KV_Q5_1>;
+    case KV_Q8_0: return tiles_of_panel<KV_Q8_0>;
+    case KV_Q4_K: return tiles_of_panel<KV_Q4_K>;
+    case KV_Q5_K: return tiles_of_panel<KV_Q5_K>;
+    case KV_IQ4_NL: return tiles_of_panel<KV_IQ4_NL>;
+    case KV_IQ4_XS: return tiles_of_panel<KV_IQ4_XS>;
+    case KV_MXFP4: return tiles_of_panel<KV_MXFP4>;
+    case KV_Q2_K: return tiles_of_panel<KV_Q2_K>;
+    case KV_Q3_K: return tiles_of_panel<KV_Q3_K>;
+    case KV_IQ2_XXS: return tiles_of_panel<KV_IQ2_XXS>;
+    case KV_IQ2_XS: return tiles_of_panel<KV_IQ2_XS>;
+    case KV_IQ2_S: return tiles_of_panel<KV_IQ2_S>;
+    case KV_IQ3_XXS: return tiles_of_panel<KV_IQ3_XXS>;
+    case KV_IQ3_S: return tiles_of_panel<KV_IQ3_S>;
+    case KV_IQ1_S: return tiles_of_panel<KV_IQ1_S>;
+    case KV_IQ1_M: return tiles_of_panel<KV_IQ1_M>;
+    case KV_TQ1_0: return tiles_of_panel<KV_TQ1_0>;
+    case KV_TQ2_0: return tiles_of_panel<KV_TQ2_0>;
+    default: return tiles_of_panel<KV_Q6_K>;
   }
 }
+
+// Tiles of rows that share the codes of a unit while they are in the nearest cache, where codes have to be looked up.
+constexpr int64_t TILES_AT_ONCE = 32;
 
 // Writes the outputs of panels first .. last - 1, of rows that are prepared.
 template <class T>
@@ -228,17 +258,19 @@ static void multiply_panels(const KvMatrix& m, int64_t first, int64_t last, cons
   const auto of_floats = m.kind == KV_F16   ? float_rows_of_panel<KV_F16>
                          : m.kind == KV_F32 ? float_rows_of_panel<KV_F32>
                                             : float_rows_of_panel<KV_BF16>;
-  const RowsOfPanel of_panel = rows_of_kind(m.kind);
-  const int64_t size = panel_bytes(m.kind, m.inputs);
-  alignas(64) float out[ROW_TILE * PANEL];
-  for (int64_t tile = 0; tile < x.tiles(); tile++) {
-    const int rows = x.rows_of(tile);
+  const TilesOfPanel of_panel = tiles_of_kind(m.kind);
+  const int64_t size = panel_bytes(m.kind, m.inputs), tiles = x.tiles();
+  const int64_t at_once = has_codebook(m.kind) ? TILES_AT_ONCE : 1;
+  alignas(64) float out[TILES_AT_ONCE * ROW_TILE * PANEL];
+  for (int64_t tile = 0; tile < tiles; tile += at_once) {
+    const int64_t end = min64(tiles, tile + at_once), row = tile * ROW_TILE;
+    const int rows = int(min64(x.rows, end * ROW_TILE) - row);
     for (int64_t panel = first; panel < last; panel++) {
       const uint8_t* at = numbers<uint8_t>(m.panels) + panel * size;
       if (floats) of_floats(at, m.inputs, (const float*)x.tile(tile), rows, out);
-      else of_panel(at, m.inputs, (const InputGroup*)x.tile(tile), rows, out);
+      else of_panel(at, x, tile, end, out);
       store_outputs(out, rows, bias ? bias + panel * PANEL : nullptr, min64(PANEL, m.outputs - panel * PANEL),
-                    y + tile * ROW_TILE * y_stride + panel * PANEL, y_stride);
+                    y + row * y_stride + panel * PANEL, y_stride);
     }
   }
 }

@@ -12,9 +12,17 @@ INLINE F power_of_two(I exponent) {
   return fmul(as_f(ishl<23>(iadd(half, bias))), as_f(ishl<23>(iadd(isub(exponent, half), bias))));
 }
 
+template <int KIND> constexpr int bits_of() {
+  return LAYOUTS[KIND].values && !has_codebook(KIND) ? 8 : LAYOUTS[KIND].bits;
+}
+template <int KIND> constexpr int zero_point_of() {
+  return bits_of<KIND>() == 8 ? SIGNED_ZERO : LAYOUTS[KIND].zero_point;
+}
+
 template <int KIND> struct Unit {  // one unit of a panel, for the outputs from `lane` on
   static constexpr KindLayout L = LAYOUTS[KIND];
-  static constexpr int GROUPS = L.unit / 32;
+  static constexpr int GROUPS = L.unit / 32, BYTES = L.unit_bytes, BITS = bits_of<KIND>(), ZERO = zero_point_of<KIND>();
+  static constexpr bool HALVES = L.halves, OFFSETS = L.offsets, FETCHES = true;
   static constexpr bool SCALED = L.unit_bytes > GROUPS * L.group_bytes + (L.offsets ? 64 : 32);  // of groups
   const uint8_t *codes, *scales;
   F scale, offset;
@@ -160,13 +168,6 @@ INLINE void codes_of_digits(const uint8_t* bytes, int g, I (&w)[8]) {
   }
 }
 
-template <int KIND> constexpr int bits_of() {
-  return LAYOUTS[KIND].values && !has_codebook(KIND) ? 8 : LAYOUTS[KIND].bits;
-}
-template <int KIND> constexpr int zero_point_of() {
-  return bits_of<KIND>() == 8 ? SIGNED_ZERO : LAYOUTS[KIND].zero_point;
-}
-
 // What codes stand for: dword i of W outputs.
 template <int KIND> INLINE void weights_of(const Unit<KIND>& unit, int g, I (&w)[8]) {
   constexpr KindLayout L = LAYOUTS[KIND];
@@ -175,6 +176,42 @@ template <int KIND> INLINE void weights_of(const Unit<KIND>& unit, int g, I (&w)
   else unpack_codes<L.bits>(unit.codes + g * L.group_bytes, w);
   if constexpr (L.values != nullptr) { UNROLLED for (int i = 0; i < 8; i++) w[i] = values_of(w[i], L.values); }
   if constexpr (bits_of<KIND>() == 8) { UNROLLED for (int i = 0; i < 8; i++) w[i] = with_signed_zero(w[i]); }
+}
+
+// A group whose codes were looked up, for many rows: [8][16 lanes] dwords of codes of 8 bits, and the scales of its
+// halves, or twice that of all, [2][16 lanes] floats.
+template <bool TWO_SCALES> struct FoundGroup {
+  static constexpr int GROUPS = 1, BYTES = 10 * 64, BITS = 8, ZERO = SIGNED_ZERO;
+  static constexpr bool HALVES = TWO_SCALES, OFFSETS = false, FETCHES = false;
+  const uint8_t* at_lane;
+
+  INLINE FoundGroup at(const uint8_t* group, int lane) { return {group + 4 * lane}; }
+};
+template <bool HALVES> INLINE void weights_of(const FoundGroup<HALVES>& group, int, I (&w)[8]) {
+  unpack_codes<8>(group.at_lane, w);
+}
+template <bool HALVES> INLINE Scales scales_of(const FoundGroup<HALVES>& group, int) {
+  const F first = fload((const float*)(group.at_lane + 512)), second = fload((const float*)(group.at_lane + 576));
+  return {first, second, first, first};
+}
+
+// Writes the groups of a unit, each as FoundGroup reads it. A code less the zero point fits 8 bits with a sign.
+template <int KIND> static void find_groups(const uint8_t* unit_at, uint8_t* to) {
+  using U = Unit<KIND>;
+  static_assert(U::BITS < 8 && !U::OFFSETS, "codes must be less than 128, and nothing is added to them");
+  const I shift = iset((128 - U::ZERO) * 0x01010101), sign = iset(int32_t(0x80808080));
+  for (int lane = 0; lane < PANEL; lane += W) {
+    const U unit = U::at(unit_at, lane);
+    for (int g = 0; g < U::GROUPS; g++) {
+      uint8_t* at = to + g * FoundGroup<U::HALVES>::BYTES + 4 * lane;
+      I w[8];
+      weights_of(unit, g, w);
+      UNROLLED for (int i = 0; i < 8; i++) istore(at + 64 * i, with_signed_zero(ixor(iadd(w[i], shift), sign)));
+      const Scales scales = scales_of(unit, g);
+      fstore((float*)(at + 512), scales.first);
+      fstore((float*)(at + 576), scales.second);
+    }
+  }
 }
 
 }  // namespace
