@@ -7,9 +7,12 @@ namespace {
 
 template <int N, int WEIGHTS> constexpr Codebook<N> spread(const uint16_t (&entries)[N]) {
   Codebook<N> made{};
-  for (int i = 0; i < N; i++)
+  for (int i = 0; i < N; i++) {
+    uint32_t& entry = made.entries[i];
     for (int w = 0; w < WEIGHTS; w++)
-      made.entries[i] |= uint32_t(entries[i] >> 16 / WEIGHTS * w & (WEIGHTS == 8 ? 3 : 7)) << (w % 4 * 8 + w / 4 * 2);
+      entry |= uint32_t(entries[i] >> 16 / WEIGHTS * w & (WEIGHTS == 8 ? 3 : 7)) << (w % 4 * 8 + w / 4 * 2);
+    made.halves[i] = uint16_t(entry | entry >> 12);
+  }
   return made;
 }
 

@@ -5,7 +5,10 @@
 
 // Of eight codes of two bits, the first four in bits 0 and 1 of each byte, the others in bits 2 and 3. Of four codes of
 // three bits, one in each byte.
-template <int N> struct Codebook { uint32_t entries[N]; };
+template <int N> struct Codebook {
+  uint32_t entries[N];
+  alignas(64) uint16_t halves[N];  // the same: bytes 0 and 2 of an entry in the lower byte, 1 and 3 in the upper one
+};
 
 extern const Codebook<256> kv_iq2_xxs;
 extern const Codebook<512> kv_iq2_xs;

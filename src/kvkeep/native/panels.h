@@ -32,6 +32,7 @@ namespace {
 
 struct Entries {  // of a codebook
   const uint32_t* codes = nullptr;
+  const uint16_t* halves = nullptr;
   int weights = 0;    // of an entry: eight, with codes of two bits, or four, of three bits
   int high = 0;       // bits of an index above the low eight
   int step = 0;       // bits from those of one index to those of the next
@@ -41,7 +42,7 @@ struct Entries {  // of a codebook
 template <int N> constexpr Entries entries_of(const Codebook<N>& book, int weights, int step, float part) {
   constexpr int high = N / 256 == 1 ? 0 : N / 256 == 2 ? 1 : N / 256 == 4 ? 2 : 3;
   static_assert(N == 256 << high, "every index must have an entry");
-  return {book.entries, weights, high, step, part};
+  return {book.entries, book.halves, weights, high, step, part};
 }
 
 struct KindLayout {

@@ -122,6 +122,14 @@ INLINE void int_to_u16(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*)p, _mm5
 INLINE void int_to_bytes(int8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(v)); }
 INLINE __m256 high_eight(F a) { return _mm512_maskz_extractf32x8_ps(0xff, a, 1); }
 INLINE I found(const uint32_t* table, I index) { return _mm512_i32gather_epi32(index, table, 4); }  // of each lane
+// The numbers of 16 bits that indices of 16 bits name, in a table of 64 << MORE.
+template <int MORE> INLINE I halves_found(const uint16_t* table, I index) {
+  if constexpr (MORE == 0) return _mm512_permutex2var_epi16(iload(table), index, iload(table + 32));
+  else {
+    const I first = halves_found<MORE - 1>(table, index), second = halves_found<MORE - 1>(table + (32 << MORE), index);
+    return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(32 << MORE)), first, second);
+  }
+}
 #endif
 INLINE float fsum(F a) { return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(a), high_eight(a))); }
 INLINE float fmaximum(F a) { return maximum_of_eight(_mm256_max_ps(_mm512_castps512_ps256(a), high_eight(a))); }

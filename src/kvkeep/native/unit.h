@@ -126,27 +126,51 @@ INLINE I all_signs(I some) {
   return ior(some, ishl<25>(iand(odd, iset(0x55))));
 }
 
+// The entries of four indices, whose low bytes are those of `low` in each lane; high: their higher bits, from bit 8 on.
+template <int KIND> INLINE void entries_of_four(I low, const I (&high)[4], I (&entries)[4]) {
+  constexpr Entries E = LAYOUTS[KIND].entries;
+  const I above = iset(((1 << E.high) - 1) << 8);
+#if defined(KVKEEP_AVX512) && !defined(KVKEEP_SIMDE)
+  if constexpr (E.high <= 2) {  // larger codebooks would need more permutations than a gather takes
+    UNROLLED for (int i = 0; i < 2; i++) {  // indices i and i + 2, in the halves of a lane
+      I index = iand(i ? ishr<8>(low) : low, iset(0x00ff00ff));
+      if constexpr (E.high) index = ior(index, ior(iand(high[i], above), ishl<16>(iand(high[i + 2], above))));
+      const I both = halves_found<2 + E.high>(E.halves, index), nibbles = iset(0x0f0f0f0f);
+      const I one = iand(both, iset(0xffff)), other = ishr<16>(both);
+      entries[i] = iand(ior(one, ishl<12>(one)), nibbles);
+      entries[i + 2] = iand(ior(other, ishl<12>(other)), nibbles);
+    }
+    return;
+  }
+#endif
+  UNROLLED for (int i = 0; i < 4; i++) {
+    entries[i] = found(E.codes, ior(iand(low, iset(255)), iand(high[i], above)));
+    low = ishr<8>(low);
+  }
+}
+
 // The codes of a group of a kind with a codebook.
 template <int KIND> INLINE void codes_of_entries(const Unit<KIND>& unit, int g, I (&w)[8]) {
   constexpr Entries E = LAYOUTS[KIND].entries;
   constexpr bool IQ1 = KIND == KV_IQ1_S || KIND == KV_IQ1_M;
-  const I byte = iset(255), above = iset(((1 << E.high) - 1) << 8), two = iset(0x03030303), third = iset(0x04040404);
-  I low = iset(0), high = E.high ? unit.high_bits(g) : low, less = isub(iset(0), ishr<23>(high));
-  UNROLLED for (int k = 0; k < 32 / E.weights; k++) {
-    if (k % 4 == 0) low = iload(unit.codes + g * LAYOUTS[KIND].group_bytes + 16 * k);
-    const I codes = found(E.codes, ior(iand(low, byte), iand(high, above)));
-    if constexpr (E.weights == 4) w[k] = codes;
-    else {
-      w[2 * k] = iand(codes, two);
-      w[2 * k + 1] = iand(ishr<2>(codes), two);
+  const I two = iset(0x03030303), third = iset(0x04040404);
+  I rest = E.high ? unit.high_bits(g) : iset(0), less = isub(iset(0), ishr<23>(rest));
+  UNROLLED for (int first = 0; first < 32 / E.weights; first += 4) {
+    I high[4], entries[4];
+    UNROLLED for (int i = 0; i < 4; i++) { high[i] = rest; rest = moved<E.step>(rest); }
+    entries_of_four<KIND>(iload(unit.codes + g * LAYOUTS[KIND].group_bytes + 16 * first), high, entries);
+    UNROLLED for (int i = 0; i < 4; i++) {
+      if constexpr (E.weights == 4) w[first + i] = entries[i];
+      else {
+        w[2 * i] = iand(entries[i], two);
+        w[2 * i + 1] = iand(ishr<2>(entries[i]), two);
+      }
+      if constexpr (IQ1) {  // what is added to all weights of a group, or in IQ1_M of an entry
+        if constexpr (KIND == KV_IQ1_M) less = isub(iset(0), iand(ishr<11>(high[i]), iset(1)));
+        w[2 * i] = ior(w[2 * i], iand(less, third));
+        w[2 * i + 1] = ior(w[2 * i + 1], iand(less, third));
+      }
     }
-    if constexpr (IQ1) {  // what is added to all weights of a group, or in IQ1_M of an entry
-      if constexpr (KIND == KV_IQ1_M) less = isub(iset(0), iand(ishr<11>(high), iset(1)));
-      w[2 * k] = ior(w[2 * k], iand(less, third));
-      w[2 * k + 1] = ior(w[2 * k + 1], iand(less, third));
-    }
-    low = ishr<8>(low);
-    high = moved<E.step>(high);
   }
   if constexpr (!IQ1) {
     const I signs = unit.signs(g);
