@@ -257,7 +257,7 @@ def test_numbers_without_a_verdict_say_why(tmp_path: Path, claim: dict[str, Any]
     (verdict,) = group_of(tmp_path, methods=["window", "quantized"], **claim).judged()
     assert (verdict.outcome, verdict.finding, verdict.why) == (MEASURED, f"no verdict, {why}", why)
     ours, missing = verdict.ours
-    assert ours.startswith("Ours: `window` at 10% and 25%; `quantized` at 25%. The least is `window` at 10% 0.0 [")
+    assert ours.startswith("Ours: `window` at 10% and 25%; `quantized` at 25%: from 0.0 [")
     assert missing == "Not measured: `quantized` at 10%."
     (verdict,) = group_of(tmp_path / "none", methods=["h2o+merge"], **claim).judged()
     assert verdict.outcome is UNMEASURED
