@@ -102,13 +102,15 @@ def test_a_choice_serves_the_tokens_that_are_written_after_it() -> None:
 
 
 def test_a_question_that_is_cut_into_chunks_chooses_as_one_pass() -> None:
-    """The last chunk of a prompt may have only the tokens of the template."""
+    """The last chunk of a prompt may have only the tokens of the template. A copy made before it goes on, too."""
     whole, parts = (PassageChoice(_ledger(torch.arange(320)[None] + 100), 4, 16) for _ in range(2))
     wanted = _read(whole.ledger, whole, 900, 180, 181, 7, 8)
     assert 5 in wanted  # 180 and 181
     parts.ledger.continues = True
     _read(parts.ledger, parts, 900, 180, 181)
     parts.ledger.continues = False
+    saved, parts = parts.state, PassageChoice(parts.ledger, 4, 16)
+    parts.restore(saved)
     assert _read(parts.ledger, parts, 7, 8) == wanted and parts.state[:2].tolist() == [320, 325]
     _read(parts.ledger, parts, 250, 251)  # the next question
     assert parts.state[:2].tolist() == [325, 327]

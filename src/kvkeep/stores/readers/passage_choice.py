@@ -42,7 +42,7 @@ class PassageChoice:
         """The passages that the checkpoint had lost by then: the first of them, and the first after them."""
         self._question = 0, 0, 0  # the slots of the question, and the passages among which it chose
         self._at = 0  # the tokens when the passages were chosen
-        self._cut = False  # the question goes on in the next chunk; a copy made between the two begins a new one
+        self._cut = False  # the question goes on in the next chunk
 
     @property
     def holds(self) -> bool:
@@ -94,13 +94,13 @@ class PassageChoice:
 
     @property
     def state(self) -> Tensor:
-        """The numbers from which a choice follows, (5,) int64."""
-        return torch.tensor([*self._question, self._at, self.passages])
+        """The numbers from which a choice follows, (6,) int64."""
+        return torch.tensor([*self._question, self._at, self.passages, self._cut])
 
     def restore(self, state: Tensor) -> None:
         """Restore :attr:`state`."""
-        start, stop, among, self._at, self.passages = state.tolist()
-        self._question = start, stop, among
+        start, stop, among, self._at, self.passages, cut = state.tolist()
+        self._question, self._cut = (start, stop, among), bool(cut)
 
     def check(self, tokens: int) -> None:
         """Raise ShapeError where the numbers that were restored are not of a text of ``tokens`` tokens."""
