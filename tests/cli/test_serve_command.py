@@ -56,8 +56,12 @@ def test_without_a_method_the_memory_decides() -> None:
     assert roomy == {"method": "full"} and tight["method"] == "kv-direct"
     for given in (roomy, tight):
         told = describe_default(Engine(loaded, 6 * whole, **given))
+        assert "--pin" not in told
         assert given["method"] in told and f"conversations of {positions:,} tokens" in told
     assert "(exact); " in told and int(told.split("(exact); ")[1].split(" ")[0]) >= 3
+    for given, useless in ((roomy, True), ({"method": "h2o", "budget": 32}, False)):
+        told = describe_default(Engine(loaded, 6 * whole, **given), "system")
+        assert ("--pin only matters to requests that name a lossy method" in told) is useless
     endless = Engine(loaded, 6 * whole, capacity=2000, method="endless+passages:count=2,size=16", budget=32)
     told = describe_default(endless)
     assert f"(exact up to {positions} tokens); sessions of endless store at most 2,000 older tokens" in told

@@ -8,6 +8,7 @@ from typing import Any
 from kvkeep.budget import size
 from kvkeep.cache import KeepCache
 from kvkeep.cli.output import note
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
@@ -15,6 +16,7 @@ from kvkeep.models.weight_memory import free_memory
 from kvkeep.plan.fitting import choose
 from kvkeep.plan.sizes import grant
 from kvkeep.policies.methods import resolve
+from kvkeep.policies.names import Pin
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.service import Service
 
@@ -63,14 +65,17 @@ def default_cache(loaded: Loaded, memory: int, conversations: int) -> dict[str, 
     return choice.options
 
 
-def describe_default(engine: Engine) -> str:
-    """Return a line on the default cache, and how many conversations of the maximum length fit with it."""
+def describe_default(engine: Engine, pin: Pin | None = None) -> str:
+    """Return a line on the default cache, and how many conversations of the maximum length fit with it. pin: the tokens
+    of each prompt that are pinned."""
     cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or PLANNED_TOKENS
     entries = "" if cache.entries is None else f" with {cache.entries} entries per layer"
     promise = cache.exactness if cache.exact_tokens is None else f"exact up to {cache.exact_tokens:,} tokens"
     name = f"default cache: '{cache.method.name}'{entries} ({promise})"
     if engine.capacity is not None:
         name += f"; sessions of endless store at most {engine.capacity:,} older tokens"
+    if pin is not None and cache.method.exactness is Exactness.EXACT:
+        name += "; it evicts nothing, so --pin only matters to requests that name a lossy method"
     if fitting := engine.arbiter.fitting(cache, tokens):
         return f"{name}; {fitting} conversations of {tokens:,} tokens fit at once, more take turns"
     return f"{name}; a conversation of {tokens:,} tokens does not fit, only shorter ones do"

@@ -151,7 +151,8 @@ def serve_here(
         loaded = service.load(note)
     service = with_defaults(service, loaded, conversations)
     engine = service.engine(loaded)
-    default = describe_default(engine)  # builds a cache, which may measure the model: before the engine uses it
+    # It builds a cache, which may measure the model: before the engine uses it.
+    default = describe_default(engine, service.pin)
     engine.start()
     app = service.application(engine, loaded)  # the engine warms up meanwhile
     size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
