@@ -35,8 +35,8 @@ PLAIN = ("llama", "mistral", "qwen2", "gemma2", "gpt_oss", "bamba", "falcon_h1")
 """Families with projections of keys by themselves, and no norm after them."""
 ADVANCING = tuple(family for family in ALL if family not in ("gemma2", "gemma3", "gemma4", "gpt_oss", *RECURRENT))
 """Families whose layers can be run by themselves over old tokens: none keeps a window or a state only."""
-GRADED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "gpt_oss")
-"""Families whose residual before the MLP is found, and whose scores have no cap."""
+GRADED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt_oss")
+"""Families whose residual before the MLP is found."""
 WITHOUT_LATENTS = tuple(family for family in ALL if family != "deepseek_v3")
 """Families that cache keys and values."""
 OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4", "qwen3_next", "lfm2")

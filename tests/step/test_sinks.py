@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
+from kvkeep.step.scores import Scaling
 from kvkeep.step.sinks import attend_beyond_sdpa, sinks_of
 
 HEADS, KV_HEADS, DIM, SCALING = 4, 2, 8, 0.3
@@ -69,3 +70,21 @@ def test_sinks_learn() -> None:
     assert found is not None
     found.sum().backward()
     assert made.sinks.grad is not None and float(made.sinks.grad.abs().min()) > 0
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_query_that_sees_nothing_leaves_the_gradients_of_others(additive: bool) -> None:
+    """Of capped scores, in a batch with padding."""
+    query, key = torch.randn(1, HEADS, 3, DIM), torch.randn(1, KV_HEADS, 3, DIM)
+    seen = torch.tensor([[False, False, False], [False, True, False], [False, True, True]])[None, None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf")) if additive else seen
+    gradients = []
+    for first in (0, 1):  # with the query, and without it and the entry that nobody sees
+        given = [part[:, :, first:].clone().requires_grad_() for part in (query, key)]
+        found = attend_beyond_sdpa(
+            module(sinks=False), given[0], given[1], given[1], mask[..., first:, first:], Scaling(SCALING, 2.0)
+        )
+        assert found is not None
+        found[:, :, 1 - first :].square().sum().backward()
+        gradients.append([part.grad[:, :, 1 - first :] for part in given if part.grad is not None])
+    torch.testing.assert_close(*gradients)

@@ -48,10 +48,11 @@ def _causal(query: Tensor, key: Tensor) -> Tensor:
 def _differentiable(
     sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    """Return the same in plain operations, for training."""
-    groups = query.shape[1] // key.shape[1]
+    """Return the same in plain operations, for training. Masked scores are finite: a query of padding sees no entry,
+    and -inf alone would give it, and then all gradients, NaN."""
+    groups, least = query.shape[1] // key.shape[1], torch.finfo(torch.float32).min
     found = scores_of((query @ key.repeat_interleave(groups, 1).transpose(-1, -2)).float(), scaling)
-    found = found.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else found + mask
+    found = found.masked_fill(~mask, least) if mask.dtype == torch.bool else (found + mask).clamp(min=least)
     if sinks is not None:
         found = torch.cat((found, sinks.float().view(1, -1, 1, 1).expand(*found.shape[:3], 1)), -1)
     weights = found.softmax(-1)[..., : key.shape[2]]

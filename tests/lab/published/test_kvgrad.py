@@ -50,12 +50,13 @@ def test_scores_are_those_of_autograd(family: str) -> None:
     assert max(float(ours.scores.max()) for ours in found) > 1
 
 
-def test_padding_of_another_row_changes_no_choice() -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has windows, and its scores are capped
+def test_padding_of_another_row_changes_no_choice(family: str) -> None:
     ids, mask = padded([23, 32])
-    caches = [KeepCache(tiny("llama"), "kvgrad:sinks=0", 16) for _ in range(2)]
-    step(tiny("llama"), caches[0], ids, mask)
-    step(tiny("llama"), caches[1], ids[1:])
-    for both, alone in zip(caches[0].layers, caches[1].layers, strict=True):
+    caches = [KeepCache(tiny(family), "kvgrad:sinks=0", 16) for _ in range(2)]
+    step(tiny(family), caches[0], ids, mask)
+    step(tiny(family), caches[1], ids[1:])
+    for both, alone in zip(*(cache.stream.bounded for cache in caches), strict=True):
         kept = both.resident.resident_slots()[both.heads :]
         assert torch.equal(kept, alone.resident.resident_slots())
 

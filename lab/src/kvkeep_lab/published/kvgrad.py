@@ -30,7 +30,6 @@ from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.layer_parts import LayerParts, parts_of
 from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.reconstruction import ReconstructionReader
-from kvkeep.step.scores import CAP
 from kvkeep.step.torch import sink_scores
 from kvkeep.stores.layer import Layer
 from kvkeep_lab.published.lookahead import check_gradients, frozen, graph, masked_scores, real_tokens
@@ -154,9 +153,5 @@ class KVGrad(KVzip):
         if model is not None:
             check_gradients(model, geometry, "kvzip")
             for layer in layers_of(decoder_of(model)):
-                if getattr(_parts(layer, geometry.model_type).attention, CAP, None) is not None:
-                    raise UnsupportedModelError(
-                        f"'kvgrad' ranks padded rows otherwise than single ones if scores are capped, as those of "
-                        f"'{geometry.model_type}'; use kvzip."
-                    )
+                _parts(layer, geometry.model_type)
         return super().budgets(model, geometry, entries)
