@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,54 @@ def test_other_families_are_exact_with_padding(family: str) -> None:
     assert torch.stack(generate(family, cache, ids, mask).logits).isfinite().all()
     fixed, entries = cache.geometry.recurrent_bytes(), 20 * cache.geometry.full_bytes_per_token
     assert cache.memory().resident_bytes == 2 * (fixed + entries)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["gemma3", "lfm2"])
+@pytest.mark.usefixtures("kernels")
+def test_what_a_caller_records_survives_drafts_and_copies(family: str, packed: bool, tmp_path: Path) -> None:
+    """And a copy may be cropped as far as the cache."""
+    model, ids = tiny(family), prompt(1, 60)
+    if packed:
+        model = load(saved(model, tmp_path), weights="bfloat16", device="cpu").model
+    cache, twin = KeepCache(model), KeepCache(model)
+    for one in (cache, twin):
+        step(model, one, ids[:, :40])
+    cache.activate_past_recording()
+    step(model, cache, ids[:, 40:44])
+    for _ in range(2):
+        expect_drafts(cache)
+        step(model, cache, ids[:, 44:50])
+        take_back(cache, 6)
+    wanted = step(model, twin, ids[:, 40:41])
+    for one in (cache.fork(), copy.deepcopy(cache), cache.fork("kv-direct", 24, checkpoint="kv"), cache):
+        one.crop(-4)
+        assert_near(step(model, one, ids[:, 40:41]), wanted)
+
+
+def test_drafts_leave_nothing_recorded() -> None:
+    cache, ids = KeepCache(tiny("gemma3")), prompt(1, 200)
+    step("gemma3", cache, ids[:, :40])
+    held = cache.memory().resident_bytes
+    expect_drafts(cache)
+    step("gemma3", cache, ids[:, 40:140])
+    take_back(cache, 100)
+    assert cache.memory().resident_bytes <= held + cache.geometry.full_bytes_per_token * 256
+    assert not any(cache.is_recording_past(layer) for layer in range(len(cache.layers)))
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-1)
+
+
+def test_a_convolution_goes_back_no_further_than_it_recorded() -> None:
+    cache, twin, ids = KeepCache(tiny("lfm2")), KeepCache(tiny("lfm2")), prompt(1, 45)
+    for one in (cache, twin):
+        step("lfm2", one, ids[:, :40])
+    cache.activate_past_recording()
+    step("lfm2", cache, ids[:, 40:42])
+    with pytest.raises(UsageError, match="state cannot go back"):
+        cache.crop(-3)
+    cache.crop(-2)
+    assert_near(step("lfm2", cache, ids[:, 40:42]), step("lfm2", twin, ids[:, 40:42]))
 
 
 @pytest.mark.parametrize("family", RECURRENT)

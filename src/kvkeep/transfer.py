@@ -153,9 +153,17 @@ def _begin(cache: Any, twin: Any, length: int, ids: Sequence[int] | None = None)
     twin.stream.record.begin_with(cache.stream.record.plain)
     end, state = cache.get_seq_length(), last_token_state(cache)
     restore_last(twin, {name: tensor.clone() for name, tensor in state.items()}, end)
+    _record_as(cache, twin)
     if length < end:
         for _, holding in _moving(twin):
             holding.crop(length - end)
+
+
+def _record_as(cache: Any, twin: Any) -> None:
+    """Let the copy ``twin`` record what a crop of ``cache`` may need, if ``cache`` does."""
+    for (_, holding), (_, copy) in zip(_moving(cache), _moving(twin), strict=True):
+        if record_as := getattr(copy, "record_as", None):
+            record_as(holding)
 
 
 def copied(cache: Any) -> Any:
@@ -168,6 +176,7 @@ def copied(cache: Any) -> Any:
         stored = [name for name in given if name.startswith("checkpoint.")]
         others = set(given) - set(stored)
         restore(twin, others, lambda name: tensor_of(given[name]).clone(), header(cache), dict.fromkeys(stored, ()))
+        _record_as(cache, twin)
         copies = dict(twin.checkpoint_rows())
         for name, rows in cache.checkpoint_rows():
             for block in rows.freeze(rows.length) if rows.lends else ():

@@ -349,19 +349,21 @@ def can_draft(cache: KeepCache) -> bool:
 def expect_drafts(cache: KeepCache) -> None:
     """Let windows and recurrent states keep what taking back the drafts of the next pass needs, until
     :func:`take_back`."""
-    for window in sliding_layers(cache):
-        window.record_past = True
-    for state in cache.states.values():
-        state.expect_drafts()
+    for part in _recording(cache):
+        part.expect_drafts()
+
+
+def _recording(cache: KeepCache) -> list[Any]:
+    return [*sliding_layers(cache), *cache.states.values()]
 
 
 def take_back(cache: KeepCache, count: int) -> None:
-    """Remove the last ``count`` tokens, which were drafts. An unfinished pass stays as it is."""
+    """Remove the last ``count`` tokens, which were drafts. An unfinished pass stays as it is, and so does what a caller
+    records."""
     if count and not cache.stream.open:
         cache.crop(-count)
+    for part in _recording(cache):
+        part.forget_drafts()
     for window in sliding_layers(cache):
-        window.record_past = False
         if not cache.stream.open:
             window.trim()
-    for state in cache.states.values():
-        state.forget_drafts()

@@ -43,6 +43,7 @@ class RecurrentState(LinearAttentionLayer):
         self.elements, self.in_order = elements, in_order
         self._noted: list[dict[str, Tensor]] = []
         self._cut = False  # whether inputs of the convolution before the present state are lost
+        self._callers = False  # whether drafts are expected while the caller records the past
 
     # transformers writes states in place, which a tensor made in inference mode does not allow later
     update_conv_state = outside_inference_mode(LinearAttentionLayer.update_conv_state)
@@ -103,6 +104,19 @@ class RecurrentState(LinearAttentionLayer):
             if conv is not None:
                 self.conv_kernel_size[place], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
 
+    def activate_past_recording(self) -> None:
+        """Keep the inputs of a convolution from now on, until a :meth:`crop`."""
+        self._cut = self._cut or (self.rows > 0 and not self.record_past)
+        super().activate_past_recording()
+
+    def record_as(self, other: RecurrentState) -> None:
+        """Record as ``other``, of whose text this is a copy, and copy the inputs that it has recorded."""
+        if other.record_past:
+            self.record_past, self._cut = True, other._cut
+            self.conv_states = {
+                number: None if conv is None else conv.clone() for number, conv in other.conv_states.items()
+            }
+
     def note(self) -> None:
         """Keep a copy of the present state, until :meth:`forget_drafts` or :meth:`go_back`."""
         self._noted.append(self.copied())
@@ -110,17 +124,19 @@ class RecurrentState(LinearAttentionLayer):
     def expect_drafts(self) -> None:
         """Keep what removing some of the next tokens needs, until :meth:`forget_drafts`: the inputs of a convolution
         that computes in order, otherwise a copy of the state before each token."""
+        self._callers = self.record_past
         if self.in_order and self.is_croppable:
             self.activate_past_recording()
         else:
             self.note()
 
     def forget_drafts(self) -> None:
-        """Keep nothing of earlier states any more."""
+        """Keep of earlier states only what the caller records."""
         self._noted = []
-        if self.in_order and self.record_past:
+        if self.in_order and self.record_past and not self._callers:
             self.record_past = False
             self.restore(self.state(), 0)
+        self._callers = False
 
     def go_back(self) -> None:
         """Go back to the first noted state; without one, nothing changes."""
@@ -164,7 +180,12 @@ class RecurrentState(LinearAttentionLayer):
         """Remove the last ``-tokens_to_remove`` tokens, if the states before them were noted, or a convolution records
         its inputs. Raises UsageError as :meth:`check_crop`."""
         self.check_crop(tokens_to_remove)
-        if tokens_to_remove and -tokens_to_remove <= len(self._noted):
+        if self._callers and tokens_to_remove and self.rows and self._recorded(-tokens_to_remove):
+            self.conv_states = {
+                number: None if conv is None else conv[..., :tokens_to_remove]
+                for number, conv in self.conv_states.items()
+            }
+        elif tokens_to_remove and -tokens_to_remove <= len(self._noted):
             self.restore(self._noted[tokens_to_remove], 0)
             del self._noted[tokens_to_remove:]
         elif self.record_past and self.rows:

@@ -32,6 +32,7 @@ class SlidingLayer(CacheLayerMixin):
         self.sliding_window, self.arrived = window, 0
         self._memory: tuple[Tensor, Tensor, int] | None = None  # keys, values, and the slot of the first row
         self._recorded: int | None = None  # the number of tokens to which the text may be cropped
+        self._before_drafts: int | None = None  # the same, while drafts are expected, as the caller set it
 
     @property
     def record_past(self) -> bool:
@@ -46,6 +47,21 @@ class SlidingLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Set :attr:`record_past`."""
         self.record_past = True
+
+    def record_as(self, other: SlidingLayer) -> None:
+        """Record as ``other``, of whose text this layer holds a copy, and copy the entries that it has recorded."""
+        self._recorded = other._recorded
+        if other.record_past and other.keys is not None and other.values is not None:
+            self._hold(other.keys, other.values)
+
+    def expect_drafts(self) -> None:
+        """Keep what removing some of the next tokens needs, until :meth:`forget_drafts`."""
+        self._before_drafts, self.record_past = self._recorded, True
+
+    def forget_drafts(self) -> None:
+        """Record again as before :meth:`expect_drafts`."""
+        before, self._before_drafts = self._before_drafts, None
+        self._recorded = None if before is None else min(before, self.arrived)
 
     @property
     def first(self) -> int:
@@ -161,8 +177,9 @@ class SlidingLayer(CacheLayerMixin):
             self._recorded = self.arrived
 
     def trim(self) -> None:
-        """Release memory that recorded entries needed."""
-        if self._memory is not None and self._memory[0].shape[2] > window_rows(self.sliding_window, self.arrived):
+        """Release memory that recorded entries needed, once the layer no longer records."""
+        most = window_rows(self.sliding_window, self.arrived)
+        if self._memory is not None and self._memory[0].shape[2] > most and not self.record_past:
             self._hold(*self._from(self.first))
 
     def select(self, index: Tensor) -> None:
