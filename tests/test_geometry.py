@@ -142,6 +142,26 @@ def test_shared_layers_read_the_source_that_the_model_reads(name: str) -> None:
     assert layers[5].window == 6 and layers[6].window is None
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("recurrent_gemma", {}, "its modules hold its recurrent states"),
+        ("inkling_text", {"layer_types": ["hybrid"] * 4}, "several convolutions, or with one beside a window"),
+        ("inkling_text", {"layer_types": ["hybrid", "hybrid_sliding"] * 2}, "several convolutions, or with one beside"),
+        ("zaya", {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": 8}, "or with one beside a window"),
+    ],
+)
+def test_states_that_a_cache_cannot_hold_are_refused(name: str, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"'{name}' .*{sentence}"):
+        ModelGeometry.from_config(AutoConfig.for_model(name, num_hidden_layers=4, **changes))
+
+
+def test_residuals_of_several_streams_are_as_many_vectors() -> None:
+    geometry = ModelGeometry.from_config(tiny_config("gemma3n"))
+    assert geometry.streams == 4
+    assert geometry.residual_bytes_per_token == 4 * geometry.hidden_size * geometry.dtype_bytes
+
+
 @pytest.mark.parametrize(("name", "kv", "residual", "rho"), TABLE_1)
 def test_table_1_of_the_paper(name: str, kv: float, residual: float, rho: float) -> None:
     geometry = ModelGeometry.from_config(hub_config(name))

@@ -29,6 +29,7 @@ _UNTRUE_CONFIGS = {
     "cpmant": "its heads are wider than hidden_size / heads",
     "mimo_v2_flash": "its sliding layers have twice the key/value heads that its config names",
     "openai-gpt": "it has no cache",
+    "recurrent_gemma": "its modules hold its recurrent states, and no cache does",
     "xlm": "it has no cache",
 }
 _SCALES_POSITIONS = ("yarn", "dynamic")
@@ -98,6 +99,9 @@ class ModelGeometry:
     texts transformers chooses the frequencies of all tokens of a call by its last one. It is not in ``repr``:
     fingerprints have the settings that it follows from."""
 
+    streams: int = field(default=1, repr=False)
+    """The number of residual streams (Gemma 3n has several)."""
+
     @classmethod
     def of(cls, model: Any) -> ModelGeometry:
         """Read the geometry of a loaded ``model``, whose cached elements have the type of its parameters. Raises as
@@ -127,6 +131,11 @@ class ModelGeometry:
         shared = {index for index, mode in enumerate(modes) if mode == "reuse"}
         inferred, given = get_layer_types_and_kwargs(text)
         types = list(getattr(text, "layer_types", None) or inferred)
+        if "hybrid_sliding" in types or any(one.get("number_of_states", 1) > 1 for one in given):
+            raise UnsupportedModelError(
+                f"'{text.model_type}' has layers with several convolutions, or with one beside a window, whose states "
+                "kvkeep's caches do not hold; use transformers' own cache."
+            )
         windows = [one.get("sliding_window") for one in given]
         return cls(
             model_type=text.model_type,
@@ -137,6 +146,7 @@ class ModelGeometry:
             max_positions=_max_positions(text),
             dtype_bytes=dtype_bytes or _dtype_bytes(text, config),
             steady_positions=_steady_positions(text),
+            streams=getattr(text, "altup_num_inputs", None) or 1,
         )
 
     def steady(self, tokens: int | None) -> bool:
@@ -205,8 +215,8 @@ class ModelGeometry:
 
     @property
     def residual_bytes_per_token(self) -> int:
-        """Bytes of one residual vector, d * b (Eq. 24)."""
-        return self.hidden_size * self.dtype_bytes
+        """Bytes of one residual vector, d * b (Eq. 24), or of one in each stream."""
+        return self.streams * self.hidden_size * self.dtype_bytes
 
     def residual_anchors(self, stride: int) -> tuple[int, ...]:
         """Layers whose incoming residual a ``residual`` checkpoint of this ``stride`` keeps.
