@@ -30,16 +30,18 @@ ONE_WAY = tuple(family for family in RECURRENT if family != "lfm2")
 UNLIKE = ("llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3", "qwen3_next", "falcon_h1")
 """Families that differ in what a cache sees: grouped heads, windows, no rotation, latents, shared layers, fused
 weights, recurrent states (the other two recurrent families run every method in a test of their own)."""
-ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
+ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma3n", "gemma4"))
 PLAIN = ("llama", "mistral", "qwen2", "gemma2", "gpt_oss", "bamba", "falcon_h1")
 """Families with projections of keys by themselves, and no norm after them."""
-ADVANCING = tuple(family for family in ALL if family not in ("gemma2", "gemma3", "gemma4", "gpt_oss", *RECURRENT))
+ADVANCING = tuple(
+    family for family in ALL if family not in ("gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", *RECURRENT)
+)
 """Families whose layers can be run by themselves over old tokens: none keeps a window or a state only."""
 GRADED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt_oss")
 """Families whose residual before the MLP is found."""
 WITHOUT_LATENTS = tuple(family for family in ALL if family != "deepseek_v3")
 """Families that cache keys and values."""
-OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4", "qwen3_next", "lfm2")
+OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma3n", "gemma4", "qwen3_next", "lfm2")
 """Families whose projections of keys and of values are modules of their own."""
 
 KNOWN = {*names(), *(name for registry in parts().values() for name in registry)}

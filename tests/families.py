@@ -41,6 +41,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_WINDOWS, global_head_dim=16, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
     ),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(
+        **_WINDOWS, num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY,
+        laurel_rank=4, activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0],
+    ),
     "gpt_oss": lambda: hf.GptOssConfig(
         **_WINDOWS, num_local_experts=4, num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
@@ -146,7 +150,7 @@ SMOLLM2 = hf.LlamaConfig(
 # Checkpoint kinds that rebuild entries from residuals, which a family refuses, and why.
 REFUSES: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("gemma4", "qwen3_next", "lfm2", "bamba", "falcon_h1"), ("residual:3", "tokens")
-)
+) | {"gemma3n": ("residual", "residual:3", "tokens")}  # its residual has several streams
 
 
 @cache

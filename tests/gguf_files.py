@@ -79,7 +79,7 @@ def written(
         stated.pop(key, None)
     for key, value in keys.items():
         stated.pop(key, None)
-        writer.add_key_value(key, value, _type(value), sub_type=_type(value[0]) if isinstance(value, list) else None)
+        _add_key(writer, key, value)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(2)
@@ -102,6 +102,10 @@ def _finished(writer: GGUFWriter, tensors: Mapping[str, NDArray[Any]], path: Pat
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:
+    writer.add_key_value(key, value, _type(value), sub_type=_type(value[0]) if isinstance(value, list) else None)
 
 
 def _type(value: Any) -> GGUFValueType:
@@ -138,7 +142,7 @@ def requantised(
     source: Path,
     path: Path,
     kind: str = "Q8_0",
-    keys: Mapping[str, int] = MappingProxyType({}),
+    keys: Mapping[str, Any] = MappingProxyType({}),
     tensors: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     without: Collection[str] = (),
 ) -> Path:
@@ -149,9 +153,9 @@ def requantised(
     writer = GGUFWriter(path, str(stated.pop("general.architecture").contents()))
     for name in without:
         stated.pop(name, None)
-    for name, number in keys.items():
+    for name, value in keys.items():
         stated.pop(name, None)
-        writer.add_uint32(name, number)
+        _add_key(writer, name, value)
     for name, field in stated.items():
         sub_type = field.types[1] if field.types[0] is GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)

@@ -29,7 +29,7 @@ from kvkeep.policies.methods import parts, resolve
 from kvkeep.policies.registry import PRESETS
 
 LENGTH = 530
-EVEN = ("llama", "gemma2", "gemma3", "phi3", "gemma4", "qwen2", "qwen3", "mistral", "lfm2", "gpt_oss")
+EVEN = ("llama", "gemma2", "gemma3", "phi3", "gemma3n", "gemma4", "qwen2", "qwen3", "mistral", "lfm2", "gpt_oss")
 """Families all of whose matrices are packed, so that a token's products are the same beside any others."""
 WIDER = {
     "gemma4": {"hidden_size_per_layer_input": 16},

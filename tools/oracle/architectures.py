@@ -6,6 +6,7 @@ whose original length is 16, scales and caps far from 1. A name may occur in sev
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import transformers
@@ -185,6 +186,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1}),
     "minimax-m2": ("MiniMaxM2", LLAMA | _rope(partial_rotary_factor=0.5) | {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3n": ("Gemma3nText", COMMON | EPS | {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 22, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8, "num_kv_shared_layers": 0, "rms_norm_eps": 4.0,
+        "vocab_size_per_layer_input": VOCABULARY, "layer_types": ["sliding_attention", "full_attention"] * 11,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}}),
     "gemma4": ("Gemma4Text", COMMON | EPS | {
         "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 4.0,
@@ -235,6 +243,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
     "afmoe": {"route_norm": True},
+    "gemma3n": {"num_kv_shared_layers": 2},
     "exaone-moe": {"scoring_func": "sigmoid"},
     "deepseek3": {"scoring_func": "sigmoid"},
     "deepseek3-yarn": {"scoring_func": "sigmoid"},
@@ -249,9 +258,15 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "phi3-window": {"sliding_window": None},
     "llama-yarn-betas": _rope("yarn", factor=4.0, **ORIGINAL),
     "llama-yarn-factor": _rope("yarn", factor=4.0, **ORIGINAL),
+    "gemma3n": {
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [NormalDist().cdf(1.6448533535003662 * (24 / 23) ** 0.5)] * 10 + [0.0] * 12,
+    },
 }
 """What llama.cpp computes in place of what the file states: it ignores the windows of Phi 3, and the keys of YaRN's
-range (``yarn_beta_fast``, ``yarn_beta_slow``) and factor (``yarn_attn_factor``) but for Grok and Mistral 3."""
+range (``yarn_beta_fast``, ``yarn_beta_slow``) and factor (``yarn_attn_factor``) but for Grok and Mistral 3. For the
+sparse layers of Gemma 3n, it divides a variance by one less than the number of activations. The folder of Gemma 3n has
+keys and values of all layers, as the published ones have; those of the last two are not used."""
 
 DIFFERENT: dict[str, str] = {
     "phimoe": "transformers weighs an expert among those near it (SparseMixer), llama.cpp two by their softmax",

@@ -19,6 +19,8 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|endoftext|>"]
 LETTERS = [chr(33 + number) for number in range(VOCABULARY - len(SPECIAL) - 3)] + ["Ġ", "Ċ"]
 POSITIONS = 48
 GAIN = 1.5
+WIDEST = 300
+"""Columns that are drawn; those of wider matrices repeat, so that their file packs."""
 
 
 def token_ids() -> list[int]:
@@ -47,7 +49,8 @@ def model(variant: str, computed: bool = False) -> Any:
 def _drawn(name: str, values: torch.Tensor) -> torch.Tensor:
     """Values near those that a vector had; a matrix of which each output has about the size of an input."""
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    signs = torch.randint(-1, 2, values.shape, generator=random).float()
+    drawn = torch.randint(-1, 2, (*values.shape[:-1], min(values.shape[-1], WIDEST)), generator=random).float()
+    signs = drawn.repeat(*[1] * (values.ndim - 1), -(-values.shape[-1] // WIDEST))[..., : values.shape[-1]]
     if values.ndim < 2:
         return (4 * values).round() / 4 + signs / 4
     if "emb" in name or "wte" in name or "wpe" in name:

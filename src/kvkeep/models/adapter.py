@@ -230,6 +230,8 @@ class Adapter:
             self.decoder(input_ids=ids, cache=cache, use_cache=True)
         if len(entering) != len(self.layers):
             return f"{len(entering)} of its {len(self.layers)} layers could be observed"
+        if capability != "turn" and entering[0].ndim > 3:
+            return f"its layers pass on {len(entering[0])} residual streams, and kvkeep stores one"
         for index in layers if capability in ("project", "turn") else ():
             rebuild = self.project if capability == "project" else self._there_and_back
             (keys, values), cached = rebuild(index, entering[index], positions), cache.layers[index]

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import trial
+from kvkeep.models.altup import replace_altup
 from kvkeep.models.forward import current_attender
 from kvkeep.models.layer_parts import parts_of
 from kvkeep.models.mlps import Mlp, joined, replace_mlps
@@ -313,6 +314,7 @@ def fuse(model: Any, layers: Any) -> int:
             with trial("a norm"):
                 fuse_norm(module)
     replace_mlps(model)
+    replace_altup(model)
     for module in [*model.modules()]:  # with their norms
         replace_recurrence(module)
     done: list[FusedLayer] = []

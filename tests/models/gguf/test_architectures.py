@@ -80,6 +80,10 @@ def test_packed_weights_are_those_of_the_file(name: str, tmp_path: Path) -> None
             ("blk.2.attn_q.weight", "blk.2.nextn.eh_proj.weight"),
         ),
         ("gemma4", {}, ("blk.2.attn_k.weight", "blk.3.attn_v.weight")),
+        (
+            "gemma3n", {},
+            tuple(f"blk.{layer}.attn_{one}.weight" for layer in (20, 21) for one in ("k", "v", "k_norm")),
+        ),
     ],
 )  # fmt: skip
 def test_tensors_that_llama_cpp_does_not_use_change_nothing(
@@ -162,3 +166,26 @@ def test_what_real_files_have_besides_changes_nothing(what: str, tmp_path: Path)
             for file in (other, plain)
         )
     assert torch.equal(found, wanted)
+
+
+GEMMA_3N: list[tuple[str, Any, str]] = [
+    ("altup.num_inputs", 5, "states gemma3n.altup.num_inputs = 5, and kvkeep runs four streams"),
+    ("altup.active_idx", 1, "states gemma3n.altup.active_idx = 1, and kvkeep runs the layers on the first stream"),
+    ("final_logit_softcapping", 20.0, "and kvkeep caps the logits of this architecture at 30"),
+    ("attention.shared_kv_layers", 3, "and kvkeep gives 20 of 22 layers keys of their own"),
+    ("attention.sliding_window_pattern", [False] * 22, "has no sliding layer 18 and full layer 19"),
+    ("activation_sparsity_scale", [1.5] * 22, "states another gemma3n.activation_sparsity_scale than"),
+    ("feed_forward_length", 1, "is damaged: its feed_forward_length is 1"),
+    ("embedding_length_per_layer_input", 8, "its config states another shape for"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), GEMMA_3N)
+def test_what_llama_cpp_does_not_read_of_gemma_3n_must_say_what_it_computes(
+    key: str, value: Any, sentence: str, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain.gguf"
+    plain.write_bytes(lzma.decompress((RECORDS / "gemma3n.gguf.xz").read_bytes()))
+    file = requantised(plain, tmp_path / "other.gguf", "F32", {f"gemma3n.{key}": value})
+    with pytest.raises(ModelError, match=sentence):
+        load(file, weights="float32", device="cpu")

@@ -55,6 +55,11 @@ def grouped(heads: int, kv_heads: int) -> Change:
     return rows(order)
 
 
+def one_of(count: int, number: int) -> Change:
+    """The matrix ``number`` of ``count`` that a tensor stacks, (count, rows, columns)."""
+    return Change(lambda stored: stored[0][number], lambda rows: torch.arange(rows).view(count, -1)[number])
+
+
 def value_heads(facts: Facts, width: int, before: int = 0) -> Tensor:
     """Return the file's row of each of the model's rows of value heads, ``width`` rows each, after ``before`` rows of
     other heads. Value head v uses key head v % keys in llama.cpp, and v // (values / keys) in transformers."""
@@ -183,6 +188,15 @@ EXPERTS = {
 }
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 SANDWICH = {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+PER_LAYER = {
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+}  # fmt: skip
+PER_LAYER_TOP = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+"""An embedding of tokens for each layer (Gemma 3n, Gemma 4)."""
 PAIRS: dict[str, _Changes] = {
     "attn_q": lambda facts: pairs(facts.heads),
     "attn_k": lambda facts: pairs(facts.same("attention.head_count_kv", facts.heads)),
@@ -280,16 +294,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(_LLAMA, norms=LESS_ONE),
     "gemma2": Architecture(_LLAMA | SANDWICH, norms=LESS_ONE),
     "gemma3": Architecture(_LLAMA | QK_NORMS | SANDWICH, norms=LESS_ONE),
+    "gemma3n": Architecture(
+        _LLAMA | QK_NORMS | SANDWICH | PER_LAYER | {
+            "altup_predict_coef": "altup.prediction_coefs", "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale.weight": "altup.correct_output_scale", "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm", "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right", "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        TOP | PER_LAYER_TOP | {
+            "altup_proj.weight": tuple(f"model.altup_projections.{one}.weight" for one in range(3)),
+            "altup_unembd_proj.weight": tuple(f"model.altup_unembed_projections.{one}.weight" for one in range(3)),
+        },
+        changes=dict.fromkeys(
+            ("altup_proj.weight", "altup_unembd_proj.weight"), lambda _: tuple(one_of(3, number) for number in range(3))
+        ),
+    ),
     "gemma4": Architecture(
-        _LLAMA | QK_NORMS | SANDWICH | {
-            "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm", "layer_output_scale.weight": "layer_scalar",
-        },
-        TOP | {
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
-        },
+        _LLAMA | QK_NORMS | SANDWICH | PER_LAYER | {"layer_output_scale.weight": "layer_scalar"}, TOP | PER_LAYER_TOP
     ),
     "deepseek2": Architecture(
         LATENT | GATED | ROUTED,

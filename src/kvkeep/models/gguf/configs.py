@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 from kvkeep.errors import UnsupportedModelError
@@ -67,6 +68,58 @@ def _gemma3(facts: Facts) -> Config:
     } | _GELU  # fmt: skip
 
 
+def _gemma3n(facts: Facts) -> Config:
+    made, sliding = rms(facts, inner=1), windows(facts, 5)
+    wide, layers, types = facts.each("feed_forward_length"), facts.layers, sliding["layer_types"]
+    facts.expect("altup.num_inputs", 4, "runs four streams in this architecture, as llama.cpp does")
+    facts.expect("altup.active_idx", 0, "runs the layers on the first stream, as llama.cpp does")
+    facts.expect("final_logit_softcapping", 30.0, "caps the logits of this architecture at 30, as llama.cpp does")
+    own = layers - facts.sharing
+    facts.expect("attention.shared_kv_layers", facts.sharing, f"gives {own} of {layers} layers keys of their own")
+    if own < layers and types[own - 2 : own] != ["sliding_attention", "full_attention"]:
+        raise UnsupportedModelError(
+            f"'{facts.keys.file}' has no sliding layer {own - 2} and full layer {own - 1}, whose keys and values "
+            "llama.cpp takes for the layers after them."
+        )
+    if min(wide) < 2:
+        raise facts.keys.damaged(f"its feed_forward_length is {min(wide)}")
+    stated = facts.keys.items(f"{facts.architecture}.activation_sparsity_scale", float)
+    if stated is not None and not _close(stated, [_SPARSE] * min(10, layers) + [-math.inf] * (layers - 10)):
+        raise UnsupportedModelError(
+            f"'{facts.keys.file}' states another gemma3n.activation_sparsity_scale than that of llama.cpp, whose first "
+            "ten layers keep the largest 5 % of their activations."
+        )
+    return made | sliding | {
+        "model_type": "gemma3n_text",
+        "intermediate_size": wide,
+        "activation_sparsity_pattern": [_sparsity(one) if at < 10 else 0.0 for at, one in enumerate(wide)],
+        "num_kv_shared_layers": facts.sharing,
+        "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input", 256),
+        "vocab_size_per_layer_input": facts.vocabulary,
+        "final_logit_softcapping": 30.0,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "laurel_rank": 64,
+        "rope_parameters": _by_type(made, positive(facts, "rope.freq_base_swa", 10_000.0)),
+    } | _GELU  # fmt: skip
+
+
+_SPARSE = 1.6448533535003662
+"""Standard deviations above the mean to which the gates of Gemma 3n's sparse layers must come, to be kept."""
+
+
+def _sparsity(width: int) -> float:
+    """Return the share of dropped activations from which transformers computes llama.cpp's threshold: llama.cpp divides
+    the variance by one less than the width, transformers by the width."""
+    return NormalDist().cdf(_SPARSE * math.sqrt(width / (width - 1)))
+
+
+def _close(found: list[float], wanted: list[float]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return len(found) == len(wanted) and all(math.isclose(one, other, rel_tol=1e-6) for one, other in pairs)
+
+
 def _gemma4(facts: Facts) -> Config:
     made, turned = rms(facts, kv_heads=1, inner=1), facts.values(FACTORS).flatten()
     sliding, wide = windows(facts, 6), facts.each("feed_forward_length")
@@ -76,7 +129,7 @@ def _gemma4(facts: Facts) -> Config:
     slid = facts.need("attention.key_length_swa")
     facts.expect("attention.value_length_swa", slid, "reads only heads whose keys and values have one width")
     facts.expect("rope.dimension_count_swa", slid, "rotates all elements of heads in sliding layers")
-    shared, parts = facts.count("attention.shared_kv_layers", 0), facts.count("embedding_length_per_layer_input", 0)
+    parts = facts.count("embedding_length_per_layer_input", 0)
     if not full or not others or len({heads[one] for one in full}) > 1 or len({heads[one] for one in others}) > 1:
         raise facts.keys.damaged(
             "its sliding or its full layers differ in their key heads, or it has only one of the two kinds"
@@ -96,7 +149,7 @@ def _gemma4(facts: Facts) -> Config:
         "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in facts.tensors,
         "intermediate_size": wide[0],
         "use_double_wide_mlp": wide[-1] != wide[0],
-        "num_kv_shared_layers": shared,
+        "num_kv_shared_layers": facts.sharing,
         "hidden_size_per_layer_input": parts,
         "vocab_size_per_layer_input": facts.vocabulary,
         "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0) or None,
@@ -358,6 +411,7 @@ CONFIGS: Mapping[str, Make] = {
         query_pre_attn_scalar=lambda facts: _query_scalar(facts, 46),
     ),
     "gemma3": _gemma3,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "deepseek2": _deepseek2,
     "phi3": made_of(_phi3, "phi3", resid_pdrop=0.0, embd_pdrop=0.0),

@@ -189,12 +189,18 @@ class Facts:
         layer, layers = int(match[1]), self.layers
         if layer >= layers:
             return "a layer for multi-token prediction"
-        sharing = self.count("attention.shared_kv_layers", 0) if self.architecture == "gemma4" else 0
         return (
             "keys or values of a layer that uses those of an earlier one"
-            if layer >= layers - sharing and _KEYS.search(name)
+            if layer >= layers - self.sharing and _KEYS.search(name)
             else None
         )
+
+    @property
+    def sharing(self) -> int:
+        """The number of last layers that use keys and values of earlier ones."""
+        if self.architecture == "gemma3n":
+            return max(0, self.layers - 20)  # llama.cpp does not read the file's number
+        return self.count("attention.shared_kv_layers", 0) if self.architecture == "gemma4" else 0
 
     @cached_property
     def _blocks(self) -> int:
