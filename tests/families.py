@@ -64,16 +64,34 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 _WIDE = COMMON | {"intermediate_size": 64, "head_dim": 16}
 _SQUARE = COMMON | {"hidden_size": 64, "intermediate_size": 64}  # heads of 16
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+_ROUTED = _WIDE | {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 8}
 LAYOUTS: dict[str, Callable[[], Any]] = {
+    "afmoe": lambda: hf.AfmoeConfig(  # gates attention's output by a projection; its full layers rotate nothing
+        **_ROUTED, num_dense_layers=2, num_shared_experts=1, sliding_window=16, layer_types=_WINDOWS["layer_types"]
+    ),
     "cohere": lambda: hf.CohereConfig(**_WIDE),  # the MLP beside attention; pairs, whose angles lie beside each other
     "cohere2": lambda: hf.Cohere2Config(**_WIDE, sliding_window=16, layer_types=_WINDOWS["layer_types"]),
     "exaone4": lambda: hf.Exaone4Config(**_WIDE, sliding_window=16, sliding_window_pattern=2),  # no norms before
     "ernie4_5": lambda: hf.Ernie4_5Config(**_WIDE, num_layers=4),  # rotates pairs, and rounds only the sum
+    "gemma4": lambda: hf.Gemma4TextConfig(  # reads entries of earlier layers, and a side input
+        **_WINDOWS | {"intermediate_size": 64}, global_head_dim=32, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCABULARY,
+    ),
+    "gemma4 without values": lambda: hf.Gemma4TextConfig(  # of full layers, whose values are their keys
+        **_WINDOWS | {"intermediate_size": 64}, global_head_dim=32, num_global_key_value_heads=1,
+        attention_k_eq_v=True, num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+    ),
     "glm4": lambda: hf.Glm4Config(**_WIDE | _HALF),  # rotates pairs of half of each head
     "glm4_moe": lambda: hf.Glm4MoeConfig(**_WIDE | _HALF, first_k_dense_replace=4, use_qk_norm=True),
     "gemma2": lambda: hf.Gemma2Config(  # caps scores
         **_WINDOWS | {"intermediate_size": 64}, query_pre_attn_scalar=1, attn_logit_softcapping=0.5,
         final_logit_softcapping=None,
+    ),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(  # head by head; adds attention and the MLP first
+        **_SQUARE | {"num_key_value_heads": 4}, rotary_pct=0.5, hidden_act="gelu"
+    ),
+    "gpt_neox in turn": lambda: hf.GPTNeoXConfig(
+        **_SQUARE | {"num_key_value_heads": 4}, rotary_pct=0.25, use_parallel_residual=False
     ),
     "granite": lambda: hf.GraniteConfig(**_WIDE, residual_multiplier=0.3, attention_multiplier=0.2),
     "hunyuan_v1_dense": lambda: hf.HunYuanDenseV1Config(**_WIDE),  # rotates before its norms
@@ -86,6 +104,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
     ),
     "nemotron": lambda: hf.NemotronConfig(**_WIDE | _HALF),  # LayerNorms with factors 1 + weight; squared ReLU
     "olmo": lambda: hf.OlmoConfig(**COMMON | {"intermediate_size": 64}),  # LayerNorms without weights
+    "olmo with a bound": lambda: hf.OlmoConfig(**COMMON | {"intermediate_size": 64}, clip_qkv=0.5),
     "olmo2": lambda: hf.Olmo2Config(**COMMON | {"intermediate_size": 64}),  # norms of all heads
     "phi": lambda: hf.PhiConfig(**_SQUARE | _HALF),  # adds attention and the MLP before the residual
     "phi3": lambda: hf.Phi3Config(**COMMON | {"intermediate_size": 64}, partial_rotary_factor=0.5, sliding_window=20),
@@ -100,8 +119,12 @@ _LAYERS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
-_ROUTED = _WIDE | {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 8}
 BESIDE_RECURRENT: dict[str, Callable[[], Any]] = {
+    "falcon_h1": lambda: hf.FalconH1Config(  # both in each layer, with factors
+        **_WIDE | _MAMBA | {"mamba_d_state": 16}, mamba_d_ssm=64, key_multiplier=0.5, attention_in_multiplier=1.5,
+        attention_out_multiplier=0.75, ssm_in_multiplier=1.25, ssm_out_multiplier=0.6, mlp_multipliers=[0.75, 1.3],
+        ssm_multipliers=[0.5, 0.75, 1.25, 1.5, 2.0],
+    ),
     "lfm2": lambda: hf.Lfm2Config(
         **_WIDE | {"layer_types": ["conv", "full_attention"] * 2}, block_auto_adjust_ff_dim=False
     ),

@@ -29,10 +29,14 @@ from kvkeep.policies.methods import parts, resolve
 from kvkeep.policies.registry import PRESETS
 
 LENGTH = 530
-EVEN = ("llama", "gemma2", "gemma3", "phi3", "gemma3n", "gemma4", "qwen2", "qwen3", "mistral", "lfm2", "gpt_oss")
+EVEN = (
+    "llama", "gemma2", "gemma3", "phi3", "gemma3n", "gemma4", "qwen2", "qwen3", "mistral", "lfm2", "gpt_oss",
+    "falcon_h1",
+)  # fmt: skip
 """Families all of whose matrices are packed, so that a token's products are the same beside any others."""
 WIDER = {
     "gemma4": {"hidden_size_per_layer_input": 16},
+    "falcon_h1": {"mamba_d_state": 16},
     "deepseek_v3": {"first_k_dense_replace": 4, "q_lora_rank": 32},  # experts are no linear layers
 }
 """What the tiny configs need for that: kernels multiply matrices whose inputs are multiples of 16."""

@@ -33,6 +33,7 @@ METHODS = ("full", "kv-direct", "h2o", "snapkv", "streaming-llm", "quantized", "
 WIDER = (
     "mamba_d_state", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim", "moe_intermediate_size",
     "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "hidden_size_per_layer_input",
 )  # fmt: skip
 """Sizes of a config that the library's kernels need as multiples of 16; the records have 8 or 24."""
 

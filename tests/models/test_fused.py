@@ -19,18 +19,23 @@ from torch import Tensor
 from kvkeep import KeepCache
 from kvkeep.models import fused as fusing
 from kvkeep.models.fused import FusedLayer, FusedLayers
+from kvkeep.models.layer_trial import agrees
 from kvkeep.models.loading import load
 from kvkeep.models.mlps import FusedMlp
 from kvkeep.models.norms import FusedNorm
 from kvkeep.models.rotary import rotations_of
 from kvkeep.native.library import _share_threads, kernels, library
+from kvkeep.native.structures import RELU2
 from kvkeep.passes.hooks import ForwardHooks
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", *LAYOUTS)
 OTHERS: dict[str, Any] = {
+    "gemma4 with experts": lambda: hf.Gemma4TextConfig(
+        **COMMON, head_dim=16, global_head_dim=16, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4,
+        top_k_experts=2, moe_intermediate_size=32,
+    ),
     "stablelm with norms of each head": lambda: hf.StableLmConfig(**COMMON, qk_layernorm=True),
-    "olmo that clips queries, keys and values": lambda: hf.OlmoConfig(**COMMON, clip_qkv=8.0),
 }  # fmt: skip
 IDS = torch.randint(2, 97, (2, 60), generator=torch.Generator().manual_seed(0))
 
@@ -49,6 +54,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(6.0) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+            for number, layer in enumerate(model.get_decoder().layers if hasattr(model, "model") else ()):
+                if hasattr(layer, "layer_scalar"):
+                    layer.layer_scalar.fill_(0.75 + 0.125 * number)
         return load(saved(model, tmp_path_factory.mktemp(family)), weights=weights, device="cpu").model
 
     return make
@@ -112,7 +120,7 @@ def test_an_unsupported_family_runs_its_modules(family: str, made: Any) -> None:
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_other_layouts_have_the_same_bits_for_any_chunk_and_batch(family: str, made: Any) -> None:
     model = made(family, "int8")
-    assert fused(model)[0].group is not None
+    assert all((layer.group is not None or layer.alone) for layer in fused(model)[:1])
     whole = logits(model, IDS[:1, :45], cache=KeepCache(model, "full"))
     for parts in ((1,) * 45, (2, 1, 30, 1, 11)):
         cache = KeepCache(model, "full")
@@ -131,7 +139,7 @@ def test_a_layer_that_rotates_otherwise_is_not_taken(family: str, tmp_path: Path
     model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
     first, second, *_ = fused(model)
     ways = rotations_of(model)
-    assert len(ways) > 3 and [one for one in ways if fusing._agrees(first, [one])] == [second.rotation]
+    assert len(ways) > 3 and [one for one in ways if agrees(first, [one])] == [second.rotation]
 
 
 @pytest.mark.turns(2)
@@ -172,9 +180,10 @@ def test_scores_are_capped_like_those_of_the_modules(made: Any) -> None:
 def test_attention_layers_beside_recurrent_ones_are_the_librarys(family: str, made: Any) -> None:
     model = made(family, "int8")
     alone = without_mlp = family == "nemotron_h"  # whose layers have one part each
+    both = family == "falcon_h1"  # in each layer
     forwards = [vars(layer).get("forward") for layer in model.model.layers]
     found = [isinstance(one, FusedLayer) and (without_mlp or one.mlp is not None) for one in forwards]
-    assert found == ([False, True, False] if alone else [False, True]) * 2
+    assert found == ([False, True, False] if alone else [both, True]) * 2
     mlps = [part for part in model.modules() if type(part).__name__.endswith(("MLP", "MoE", "MoeBlock"))]
     replaced = [isinstance(vars(one).get("forward"), FusedMlp) for one in mlps]
     assert replaced and all(replaced)
@@ -190,7 +199,7 @@ def test_attention_layers_beside_recurrent_ones_are_the_librarys(family: str, ma
         assert torch.equal(torch.cat(found, 1), whole)
 
 
-@pytest.mark.parametrize("gate", ["gelu", "relu"])
+@pytest.mark.parametrize("gate", ["quick_gelu", "relu"])
 def test_a_layer_whose_mlp_is_not_the_librarys_ends_before_it(gate: str, tmp_path: Path) -> None:
     config = hf.LlamaConfig(**COMMON | {"hidden_act": gate, "intermediate_size": 64}, head_dim=16)
     model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
@@ -224,6 +233,64 @@ def test_layers_that_are_rotated_alike_are_one_call(
                     assert torch.equal(torch.cat(found, 1), whole)
         assert ran[: len(calls)] == calls
         assert len(ran) == len(calls) * (55 + 2 + 4) or method["method"] != "full"  # a full ring ends before others
+
+
+@pytest.mark.parametrize("bound", [0.5, 100.0])
+def test_a_bound_of_queries_and_keys_is_compared_where_it_is_reached(
+    bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = hf.OlmoConfig(**COMMON | {"intermediate_size": 64}, clip_qkv=bound)
+    folder = saved(hf.AutoModelForCausalLM.from_config(config), tmp_path)
+    model = load(folder, weights="bfloat16", device="cpu").model
+    assert len(fused(model)) == 4 and model.config.clip_qkv == bound
+    assert torch.equal(logits(model), logits(by_modules(model)))
+    monkeypatch.setattr(fusing, "CLIP", "a field that no config has")  # the library then clips nothing
+    assert not fused(load(folder, weights="bfloat16", device="cpu").model)
+
+
+def test_a_layer_that_drops_numbers_in_training_is_its_modules_then(tmp_path: Path) -> None:
+    config = hf.PhiConfig(**COMMON | {"intermediate_size": 64}, resid_pdrop=0.5)
+    model = load(saved(hf.AutoModelForCausalLM.from_config(config), tmp_path), weights="bfloat16", device="cpu").model
+    assert len(fused(model)) == 4 and torch.equal(logits(model), logits(model))
+    model.train()
+    assert not torch.equal(logits(model), logits(model))
+
+
+def test_another_side_input_is_not_taken_for_the_same(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("gemma4")
+    ways = rotations_of(model)
+    layers = fused(model)
+    assert [layer.kv_heads for layer in layers] == [2, 2, 0, 0]
+    assert [agrees(layer, [layer.rotation]) for layer in layers] == [True] * 4 and len(ways) > 4
+    for layer in layers:  # 0 times another projection is 0, too
+        parts = layer.parts
+        side = parts.side._replace(norm=parts.norms["input_norm"], activation=RELU2)
+        monkeypatch.setattr(layer, "parts", parts._replace(side=side))
+        assert not agrees(layer, [layer.rotation])
+        monkeypatch.undo()
+        layer.change(layer.rotation, layer.mlp, layer.order)
+
+
+def test_another_factor_of_a_layers_output_counts(made: Any) -> None:
+    for family in ("gemma4", "gemma4 without values"):
+        model = copy.deepcopy(made(family))
+        caches = [KeepCache(model, "full") for _ in range(2)]
+        before = [logits(model, IDS[:1, :9], cache=cache) for cache in caches]
+        token = logits(model, IDS[:1, 9:10], cache=caches[0])
+        model.model.layers[1].layer_scalar.mul_(2)
+        assert not torch.equal(logits(model, IDS[:1, 9:10], cache=caches[1]), token)
+        assert not torch.equal(logits(model, IDS[:1, :9]), before[0])
+
+
+def test_layers_of_two_widths_are_calls_of_their_own(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ran = made("gemma4 without values"), list[int]()
+    assert [layer.dim for layer in fused(model)] == [16, 32] * 2
+    assert [layer.kv_heads for layer in fused(model)] == [2, 1] * 2
+    counted(monkeypatch, ran)
+    cache = KeepCache(model, "full")
+    for ids in IDS[:1, :12].split((9, 1, 2), 1):
+        logits(model, ids, cache=cache)
+    assert ran and ran == [1] * len(ran)
 
 
 def test_hooks_on_fused_layers_are_called(made: Any) -> None:

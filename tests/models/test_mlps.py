@@ -15,6 +15,7 @@ from mixtures import mixture
 from torch import Tensor, nn
 from transformers.models.arcee.modeling_arcee import ArceeMLP
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMLP
@@ -24,7 +25,7 @@ from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
 from kvkeep.models.loading import load
 from kvkeep.models.mlps import FusedMlp, replace_mlps
 from kvkeep.models.packed import PackedLinear, quantised
-from kvkeep.native.structures import GELU_TANH, RELU2, SILU
+from kvkeep.native.structures import GELU, GELU_TANH, RELU2, SILU
 
 pytestmark = pytest.mark.usefixtures("kernels")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
@@ -32,6 +33,8 @@ MODULES: dict[str, Callable[[], Any]] = {
     "Llama": lambda: LlamaMLP(hf.LlamaConfig(**SIZES)),
     "Llama with biases": lambda: LlamaMLP(hf.LlamaConfig(**SIZES, mlp_bias=True)),
     "gelu": lambda: LlamaMLP(hf.LlamaConfig(**SIZES, hidden_act="gelu_pytorch_tanh")),
+    "Falcon-H1": lambda: FalconH1MLP(hf.FalconH1Config(**SIZES, mlp_multipliers=[0.7, 1.3])),
+    "GPT-NeoX": lambda: GPTNeoXMLP(hf.GPTNeoXConfig(**SIZES, hidden_act="gelu")),
     "LFM2": lambda: Lfm2MLP(hf.Lfm2Config(**SIZES, block_auto_adjust_ff_dim=False)),
     "Phi-3": lambda: Phi3MLP(hf.Phi3Config(**SIZES)),
     "Arcee": lambda: ArceeMLP(hf.ArceeConfig(**SIZES)),
@@ -75,10 +78,20 @@ def test_an_mlp_has_the_values_of_its_module(form: str, bits: int, path: str, ch
     assert torch.equal(run(module, rows().view(2, 20, 64)).view(40, 64), found)
 
 
+class HalfMLP(LlamaMLP):
+    """An MLP that computes more than the library does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
 def test_a_module_that_computes_more_stays_as_it_is() -> None:
-    config = hf.FalconH1Config(**SIZES, mlp_multipliers=[1.0, 0.9])
-    other = hf.LlamaConfig(**SIZES, hidden_act="gelu")
-    for module in (FalconH1MLP(config), LlamaMLP(other), nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))):
+    other = hf.LlamaConfig(**SIZES, hidden_act="quick_gelu")
+    for module in (
+        HalfMLP(hf.LlamaConfig(**SIZES)),
+        LlamaMLP(other),
+        nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)),
+    ):
         replace_mlps(packed(module))
         assert "forward" not in vars(module)
 
@@ -109,12 +122,30 @@ def test_a_copy_has_its_own_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "number"), [("silu", SILU), ("gelu_pytorch_tanh", GELU_TANH), ("gelu_new", GELU_TANH), ("relu2", RELU2)]
+    ("gate", "number"),
+    [("silu", SILU), ("gelu_pytorch_tanh", GELU_TANH), ("gelu_new", GELU_TANH), ("gelu", GELU), ("relu2", RELU2)],
 )
 def test_the_gate_is_the_activation_of_the_mlp(gate: str, number: int) -> None:
     (module,) = model = packed(LlamaMLP(hf.LlamaConfig(**SIZES, hidden_act=gate)))
     replace_mlps(model)
     assert module.forward.mlp.activation == number
+
+
+@pytest.mark.parametrize("path", ["plain", ""])
+def test_gelu_is_that_of_every_number(path: str, choose: Callable[[str], None]) -> None:
+    """All bfloat16 numbers from 2^-40 to 12, and their negatives, 32 in a row."""
+    if path:
+        choose(path)
+    x = torch.arange(0x2B80, 0x4140, dtype=torch.int16).view(torch.bfloat16)
+    x = torch.cat([x, -x])[: len(x) * 2 // 32 * 32].view(-1, 32)
+    module = GPTNeoXMLP(
+        hf.GPTNeoXConfig(hidden_size=32, intermediate_size=32, num_attention_heads=4, hidden_act="gelu")
+    )
+    for name in ("dense_h_to_4h", "dense_4h_to_h"):
+        setattr(module, name, PackedLinear(quantised(torch.eye(32), 16)))
+    replace_mlps(model := nn.ModuleList([module]))
+    found, wanted = run(model[0], x).double(), x.double() / 2 * torch.special.erfc(-x.double() / 2**0.5)
+    assert ((found - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-37).all()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.afmoe.modeling_afmoe import AfmoeRMSNorm
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
@@ -24,6 +26,8 @@ WIDTH = 72
 NORMS: dict[str, tuple[Any, bool, float]] = {
     "Llama": (LlamaRMSNorm, False, 0.0),
     "Gemma 2": (Gemma2RMSNorm, False, 1.0),
+    "Gemma 4": (Gemma4RMSNorm, False, 0.0),
+    "Gemma 4, without weights": (lambda width: Gemma4RMSNorm(width, with_scale=False), False, 0.0),
     "Command-R": (CohereLayerNorm, True, 0.0),
     "Nemotron": (NemotronLayerNorm1P, True, 1.0),
     "OLMo": (OlmoLayerNorm, True, 0.0),
@@ -40,7 +44,7 @@ def made(kind: str) -> Any:
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.add_(torch.randn_like(parameter))
-    fuse_norm(norm)
+    fuse_norm(norm, WIDTH)
     return norm
 
 
@@ -79,9 +83,27 @@ def test_another_parameter_counts(name: str) -> None:
 
 
 @torch.no_grad()
+def test_rows_of_another_width_are_the_modules() -> None:
+    norm = made("Gemma 4, without weights")
+    x = rows(3)[:, :64].contiguous()
+    assert torch.equal(norm(x), type(norm).forward(norm, x))
+
+
+@torch.no_grad()
+def test_weights_of_float32_are_the_librarys_where_rows_stay_bfloat16() -> None:
+    norm = AfmoeRMSNorm(WIDTH)
+    torch.nn.init.normal_(norm.weight)
+    fuse_norm(norm)
+    assert isinstance(vars(norm)["forward"], FusedNorm)
+    assert_near(norm, rows(5))
+
+
+@torch.no_grad()
 def test_other_modules_stay_as_they_are() -> None:
     of_heads = StableLmLayerNormPerHead(16, 4).bfloat16()
-    for norm in (of_heads, nn.LayerNorm((3, WIDTH)).bfloat16(), nn.LayerNorm(WIDTH)):
+    of_any_width = Gemma4RMSNorm(WIDTH, with_scale=False)
+    others = (nn.LayerNorm((3, WIDTH)).bfloat16(), LlamaRMSNorm(WIDTH), of_any_width)
+    for norm in (of_heads, *others):
         with trial("a norm"):
             fuse_norm(norm)
         assert "forward" not in vars(norm)

@@ -18,6 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 8.0},
     "llama3": {"rope_type": "llama3", **LLAMA3},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
 }
 
 
@@ -28,9 +29,10 @@ def module(theta: float, dim: int, **parameters: Any) -> LlamaRotaryEmbedding:
 
 
 def moved(frequencies: torch.Tensor, steps: int) -> torch.Tensor:
-    """The same numbers, all but the first so many floats further on: what another processor's power may give."""
+    """The same numbers, all but the first and zeros so many floats further on: what another processor's power may
+    give."""
     bits = frequencies.view(torch.int32).clone()
-    bits[1:] += steps
+    bits[1:] += steps * (frequencies[1:] != 0)
     return bits.view(torch.float32)
 
 

@@ -344,6 +344,7 @@ struct Layer {
     layer.qkv[0] = qkv.matrix; layer.out = out.matrix; layer.qkv_bias[0] = numbers(bias); layer.mlp = &mlp;
     mlp.gates[0] = gate.matrix; mlp.gates[1] = up.matrix; mlp.down = down.matrix;
     mlp.hidden = HIDDEN; mlp.inner = INNER; mlp.gated = 1; mlp.activation = sandwiched;
+    mlp.gate_scale = mlp.scale = 1;
     if (!sandwiched) layer.out_bias = numbers(bias.data, HIDDEN);
     auto norm = [&](int64_t first, int64_t width) {
       return KvNorm{numbers(norms.data + first, width), NOTHING, 0, 1e-5f};
@@ -354,9 +355,10 @@ struct Layer {
       layer.query_norm = norm(4 * HIDDEN, DIM); layer.key_norm = norm(4 * HIDDEN + DIM, DIM);
     }
     layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM;
-    layer.rotated = DIM; layer.residual_scale = 1;
+    layer.rotated = DIM;
+    layer.input_scale = layer.key_scale = layer.attention_scale = layer.mlp_scale = layer.output_scale = 1;
     if (rotation == KV_HALVES) return;
-    layer.rotated = DIM / 2; layer.rotation = rotation; layer.residual_scale = 0.3f;
+    layer.rotated = DIM / 2; layer.rotation = rotation; layer.attention_scale = layer.mlp_scale = 0.3f;
     layer.rotates_first = rotation == KV_EXACT_PAIRS;
     if (rotation == KV_SPREAD_PAIRS) {
       layer.order = KV_SIDE_BY_SIDE;
@@ -405,11 +407,13 @@ void hash_layer() {
         Array<bf16> attention(rows * Layer::HEADS * D), residual(rows * Layer::HIDDEN), y(rows * Layer::HIDDEN);
         fill(attention, rows, 43);
         fill(residual, rows + 1, 39);
-        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, numbers(residual), numbers(y)));
+        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, NOTHING, NOTHING, numbers(residual),
+                                    numbers(y)));
         hash.add(y);
         if (one.layer.order == KV_IN_TURN) continue;
         one.layer.order = KV_SUMMED_FIRST;
-        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, numbers(residual), numbers(residual)));
+        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, NOTHING, NOTHING, numbers(residual),
+                                    numbers(residual)));
         hash.add(residual);
         one.layer.order = KV_SIDE_BY_SIDE;
       }
@@ -420,7 +424,8 @@ void hash_layer() {
         Array<bf16> attention(rows * Layer::HEADS * D), x(rows * Layer::HIDDEN), normed(rows * Layer::HIDDEN);
         fill(attention, rows, 43);
         fill(x, rows + 1, 39);
-        done(kvkeep_before_mlp(&one.layer, numbers(attention), NOTHING, numbers(x), numbers(x), numbers(normed)));
+        done(kvkeep_before_mlp(&one.layer, numbers(attention), NOTHING, NOTHING, numbers(x), numbers(x),
+                               numbers(normed)));
         hash.add(x);
         hash.add(normed);
       }
@@ -651,7 +656,8 @@ void hash_mixture() {
         Array<bf16> attention(rows * Layer::HEADS * Layer::DIM), x(rows * HIDDEN);
         fill(attention, rows, 43);
         fill(x, rows + 1, 39);
-        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, numbers(x), numbers(x)));
+        done(kvkeep_after_attention(&one.layer, numbers(attention), NOTHING, NOTHING, NOTHING, numbers(x),
+                                    numbers(x)));
         hash.add(x);
       }
     });
@@ -682,10 +688,56 @@ void hash_mlp() {
       done(kvkeep_before_attention(&one.layer, numbers(x), 1, NOTHING, NOTHING, numbers(query), numbers(key),
                                    numbers(value), numbers(gate)));
       for (const Array<bf16>* part : {&query, &key, &value, &gate}) hash.add(*part);
-      done(kvkeep_after_attention(&one.layer, numbers(attention), numbers(gate), numbers(x), numbers(x)));
+      done(kvkeep_after_attention(&one.layer, numbers(attention), numbers(gate), NOTHING, NOTHING, numbers(x),
+                                  numbers(x)));
       hash.add(x);
     }
   });
+}
+
+// Layers whose projections, factors and inputs are not Llama's.
+void hash_other_layers() {
+  const int64_t HIDDEN = Layer::HIDDEN, D = Layer::DIM, SIDE = 32, queries = Layer::HEADS * D;
+  const char* names[] = {"layer head by head", "layer with gates behind values", "layer whose values are its keys",
+                         "layer with a side input"};
+  for (int form = 0; form < 4; form++) {
+    Layer one(KV_Q4_0, 900 + form, form > 0);
+    KvLayer& l = one.layer;
+    l.kv_heads = form == 0 ? Layer::HEADS : form == 3 ? 0 : Layer::KV_HEADS;
+    const int64_t keys = l.kv_heads * D, outputs[] = {3 * queries, 2 * (queries + keys), queries + keys, queries};
+    Matrix qkv(KV_Q4_0, HIDDEN, outputs[form], 910 + form), side_gate(KV_Q4_0, HIDDEN, SIDE, 920),
+        side_projection(KV_Q8_0, SIDE, HIDDEN, 921);
+    l.qkv[0] = qkv.matrix; l.qkv_bias[0] = NOTHING;
+    l.by_head = form == 0; l.gated = 2 * (form == 1); l.values_are_keys = form == 2;
+    one.mlp.activation = form == 0 ? KV_GELU : KV_GELU_TANH;
+    if (form == 1) {
+      l.input_scale = 0.7f; l.key_scale = 0.3f; l.attention_scale = 0.6f;
+      one.mlp.gate_scale = 1.3f; one.mlp.scale = 0.9f;
+    }
+    if (form == 2) { l.value_norm = l.key_norm; l.clip = 0.75f; l.output_scale = 1.1f; }
+    if (form == 3) {
+      l.side_gate = side_gate.matrix; l.side_projection = side_projection.matrix; l.side_activation = KV_GELU_TANH;
+      l.side_norm = l.input_norm; l.output_scale = 0.8f;
+    }
+    print(names[form], [&](Hash& hash) {
+      for (int64_t rows : {1, 7, 40}) {
+        Array<bf16> x(rows * HIDDEN), query(rows * queries), key(rows * keys), value(rows * keys), gate(rows * queries);
+        Array<bf16> attention(rows * queries), added(rows * HIDDEN), side(rows * SIDE), cos(rows * D), sin(rows * D);
+        fill(x, rows, 41);
+        fill(attention, rows, 43);
+        fill(added, rows + 2, 43);
+        fill(side, rows + 3, 43);
+        fill_angles(cos, sin, rows, D / 2);
+        done(kvkeep_before_attention(&l, numbers(x), 1, numbers(cos), numbers(sin), numbers(query), numbers(key),
+                                     numbers(value), numbers(gate)));
+        for (const Array<bf16>* part : {&query, &key, &value}) hash.add(*part);
+        if (l.gated) hash.add(gate);
+        done(kvkeep_after_attention(&l, numbers(attention), numbers(gate), form == 1 ? numbers(added) : NOTHING,
+                                    numbers(side), numbers(x), numbers(x)));
+        hash.add(x);
+      }
+    });
+  }
 }
 
 void hash_attention() {
@@ -933,6 +985,7 @@ int main(int count, char** arguments) {
   hash_experts();
   hash_mixture();
   hash_mlp();
+  hash_other_layers();
   hash_attention();
   hash_sessions();
   return 0;

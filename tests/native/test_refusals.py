@@ -511,11 +511,11 @@ class Layer:
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
-        self.mlp = KvMlp(down=self.matrix(96, 64), hidden=self.HIDDEN, inner=96, gated=1)
+        self.mlp = KvMlp(down=self.matrix(96, 64), hidden=self.HIDDEN, inner=96, gated=1, gate_scale=1, scale=1)
         self.mlp.gates[0] = self.matrix(64, 192)
         self.struct = KvLayer(
             out=self.matrix(HEADS * DIM, 64), mlp=address_of(self.mlp), hidden=self.HIDDEN, heads=HEADS, kv_heads=LANES,
-            dim=DIM, rotated=DIM, residual_scale=1,
+            dim=DIM, rotated=DIM, input_scale=1, key_scale=1, attention_scale=1, mlp_scale=1, output_scale=1,
         )  # fmt: skip
         self.struct.qkv[0] = self.matrix(64, self.WIDTH)
         self.struct.input_norm = self.struct.pre_mlp_norm = self.norm(torch.ones(64))
@@ -525,6 +525,8 @@ class Layer:
         self.key, self.value = (self.numbers(name, bfloat16(LANES, 2, DIM)) for name in ("key", "value"))
         self.attended, self.y = bfloat16(2, HEADS * DIM), self.numbers("y", bfloat16(2, 64))
         self.normed, self.gate = self.numbers("normed", bfloat16(2, 64)), None
+        self.added: Tensor | None = bfloat16(2, 64)
+        self.side: Tensor | None = None
 
     def keep(self, one: Any) -> Any:
         self.kept.append(one)
@@ -542,10 +544,12 @@ class Layer:
         )
 
     def leave(self) -> None:
-        kernels().kvkeep_after_attention(address_of(self.struct), self.attended, self.gate, self.x, self.y)
+        given = self.attended, self.gate, self.added, self.side, self.x, self.y
+        kernels().kvkeep_after_attention(address_of(self.struct), *given)
 
     def reach_mlp(self) -> None:
-        kernels().kvkeep_before_mlp(address_of(self.struct), self.attended, self.gate, self.x, self.y, self.normed)
+        given = self.attended, self.gate, self.added, self.x, self.y, self.normed
+        kernels().kvkeep_before_mlp(address_of(self.struct), *given)
 
 
 @pytest.mark.parametrize(
@@ -556,6 +560,10 @@ class Layer:
         ("struct.dim", DIM - 1),
         ("struct.gated", 1),
         ("struct.gated", 2),
+        ("struct.gated", 3),
+        ("struct.by_head", 1),
+        ("struct.values_are_keys", 1),
+        ("struct.clip", -1.0),
         ("mlp.hidden", 32),
         ("struct.hidden", 32),
         ("struct.input_norm.weight", short(torch.ones(64))),
@@ -578,6 +586,8 @@ class Layer:
         ("attended", bfloat16(1, HEADS * DIM)),
         ("y", bfloat16(1, 64)),
         ("normed", bfloat16(1, 64)),
+        ("added", bfloat16(1, 64)),
+        ("added", torch.ones(2, 64)),
     ],
 )
 def test_a_layer_that_does_not_fit_is_refused(name: str, value: Any) -> None:
@@ -587,7 +597,7 @@ def test_a_layer_that_does_not_fit_is_refused(name: str, value: Any) -> None:
     call.reach_mlp()
     call = Layer()
     put(name, value)(call)
-    of_struct, leaving = "." in name, name in ("attended", "y")
+    of_struct, leaving = "." in name, name in ("attended", "y", "added")
     calls = [call.enter] if not leaving and name != "normed" else []
     calls += [call.leave] if of_struct or leaving else []
     calls += [call.reach_mlp] if of_struct or leaving or name == "normed" else []
@@ -625,13 +635,87 @@ def test_a_layer_with_gates_needs_a_place_for_them() -> None:
     assert not call.numbers.unchanged()
 
 
+def test_projections_that_do_not_fit_each_other_are_refused() -> None:
+    call, queries, keys = Layer(), HEADS * DIM, LANES * DIM
+    forms: tuple[tuple[dict[str, int], int, str], ...] = (
+        ({"gated": 2}, 2 * (queries + keys), ""),
+        ({"values_are_keys": 1}, queries + keys, ""),
+        ({"kv_heads": 0}, queries, ""),
+        ({"by_head": 1, "kv_heads": HEADS}, 3 * queries, ""),
+        ({"gated": 2, "values_are_keys": 1}, 2 * queries + keys, "for each head"),
+        ({"by_head": 1}, queries + 2 * keys, "for each head"),
+        ({"by_head": 1, "kv_heads": HEADS, "gated": 2}, 4 * queries, "for each head"),
+        ({"gated": 1}, queries + 2 * keys, "must have its widths"),
+        ({"values_are_keys": 1}, queries + 2 * keys, "must have its widths"),
+    )
+    for fields, outputs, rule in forms:
+        call = Layer()
+        call.gate, call.key, call.value = bfloat16(2, queries), bfloat16(HEADS, 2, DIM), bfloat16(HEADS, 2, DIM)
+        for name, value in fields.items():
+            setattr(call.struct, name, value)
+        call.struct.qkv[0] = call.matrix(64, outputs)
+        if not rule:
+            call.enter()
+            continue
+        with pytest.raises(BadCall, match=rule):
+            call.enter()
+
+
+def test_a_side_input_that_does_not_fit_is_refused() -> None:
+    def made() -> Layer:
+        call = Layer()
+        call.struct.side_gate, call.struct.side_projection = call.matrix(64, 32), call.matrix(32, 64)
+        call.struct.side_norm, call.side = call.norm(torch.ones(64)), bfloat16(2, 32)
+        return call
+
+    made().leave()
+    for name, value, rule in (
+        ("side", None, "a side input must be bfloat16"),
+        ("side", bfloat16(1, 32), "a side input must be bfloat16"),
+        ("side", torch.ones(2, 32), "a side input must be bfloat16"),
+        ("struct.side_activation", 4, "a side input must follow the MLP"),
+        ("struct.side_gate.outputs", 24, "must have its widths"),
+        ("struct.side_gate.inputs", 32, "must have its widths"),
+        ("struct.side_projection.outputs", 32, "must have its widths"),
+        ("struct.side_norm.weight", torch.ones(32), "weights and biases of norms"),
+        ("struct.output_scale", 2.0, ""),
+    ):
+        call = made()
+        put(name, value)(call)
+        if not rule:
+            call.leave()
+            continue
+        with pytest.raises(BadCall, match=rule):
+            call.leave()
+        assert call.numbers.unchanged()
+    call = made()
+    call.struct.side_gate, call.struct.side_projection = call.matrix(64, 24), call.matrix(24, 64)
+    with pytest.raises(BadCall, match="a side input must follow the MLP"):
+        call.leave()
+    call = made()
+    call.struct.mlp = None
+    with pytest.raises(BadCall, match="a side input must follow the MLP"):
+        call.reach_mlp()
+
+
+def test_only_norms_and_outputs_that_are_here_are_multiplied() -> None:
+    call = Layer()
+    call.struct.input_scale, call.struct.input_norm = 2.0, KvNorm()
+    with pytest.raises(BadCall, match="only a norm before attention"):
+        call.enter()
+    call = Layer()
+    call.struct.output_scale, call.struct.mlp = 2.0, None
+    with pytest.raises(BadCall, match="must have its MLP"):
+        call.reach_mlp()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
         ("mlp.hidden", 0, "a multiple of 16"),
         ("mlp.inner", 95, "a multiple of 16"),
         ("mlp.gated", 2, "a multiple of 16"),
-        ("mlp.activation", 3, "an activation that the library has"),
+        ("mlp.activation", 4, "an activation that the library has"),
         ("mlp.inner", 0, "or a router and experts"),
         ("mlp.gated", 0, "must have its widths"),
         ("mlp.down.inputs", 64, "must have its widths"),

@@ -157,13 +157,14 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
 
 def library_computes(model: Any) -> bool:
     """Return whether the library computes all layers, norms and angles of ``model``, its routers and experts among
-    them, and the logits are not capped (by torch's tanh). Then torch only rounds single elements, with the same result
-    on every processor."""
+    them, without recurrent modules (whose rates are torch's), and the logits are not capped (by torch's tanh). Then
+    torch only rounds single elements, with the same result on every processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
     fused = [vars(layer).get("forward") for layer in layers_of(decoder_of(model))]
-    layers = [one for one in fused if isinstance(one, FusedLayer) and one.mlp is not None]
+    found = [one for one in fused if isinstance(one, FusedLayer) and one.mlp is not None]
+    layers = [one for one in found if one.parts.recurrent is None]
     if len(layers) < len(fused):
         return False
     widths = {one.rotation.channels for one in layers} - {0}  # some layers rotate nothing

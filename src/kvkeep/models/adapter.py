@@ -63,6 +63,8 @@ class Adapter:
         self._rotary_by_type = (
             self._rotary is not None and "layer_type" in inspect.signature(type(self._rotary).forward).parameters
         )
+        parameters = inspect.signature(type(self.layers[0]).forward).parameters
+        self._past = "layer_past" if "layer_past" in parameters else "cache"  # what layers call their cache
         self.latent = any(hasattr(module, "expand_kv") for module in self.decoder.modules())
         """Whether attention caches latents, which are smaller than its keys and values."""
         self.recurrent = {int(module.layer_idx): module for module in self.decoder.modules() if _is_recurrent(module)}
@@ -120,7 +122,7 @@ class Adapter:
     def turn(self, layer_idx: int, keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Return cached ``keys`` (batch, kv_heads, n, dim) rotated by ``angles``. Rotary position embeddings only: R(p
         + by) = R(by) R(p)."""
-        rotate = sys.modules[type(self.layers[layer_idx].self_attn).__module__].apply_rotary_pos_emb
+        rotate = sys.modules[type(self.layers[layer_idx]).__module__].apply_rotary_pos_emb
         return rotate(keys[:, :1], keys, *angles)[1]
 
     def ahead(self, layer_idx: int, queries: Tensor, by: Tensor, positions: int) -> Tensor:
@@ -146,8 +148,8 @@ class Adapter:
             attention_mask=None,
             position_ids=positions.long(),
             position_embeddings=self._position_embeddings(layer_idx, hidden, positions),
-            cache=cache,
             use_cache=True,
+            **{self._past: cache},
         )
 
     def _position_embeddings(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> Any:

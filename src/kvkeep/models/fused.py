@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise, product
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import trial
 from kvkeep.models.altup import replace_altup
 from kvkeep.models.forward import current_attender
-from kvkeep.models.layer_parts import parts_of
+from kvkeep.models.layer_parts import CLIP, parts_of
+from kvkeep.models.layer_trial import agrees
 from kvkeep.models.mlps import Mlp, joined, replace_mlps
 from kvkeep.models.norms import FusedNorm, fuse_norm, ours
 from kvkeep.models.packed import PackedLinear, WithPointers
@@ -34,11 +34,19 @@ from kvkeep.models.routers import replace_routers
 from kvkeep.models.unchanged import Unchanged
 from kvkeep.native import structures
 from kvkeep.native.library import kernels, library, trim_memory
-from kvkeep.native.structures import IN_TURN, KvLayer, address_of, array
+from kvkeep.native.structures import KvLayer, address_of, array
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import Planned, Writes
 from kvkeep.step.scores import CAP
 from kvkeep.step.sinks import sinks_of
+
+_SIDE_WIDTH = "hidden_size_per_layer_input"
+"""The attribute of layers whose second argument is their side input, or None."""
+_TAKEN = {
+    "attention_mask", "cache", "layer_past", "position_embeddings", "per_layer_input", "shared_kv_states",
+    "mamba_attention_mask",
+}  # fmt: skip
+"""Arguments of layers that their attention does not pass on."""
 
 
 class FusedLayer(WithPointers):
@@ -50,32 +58,42 @@ class FusedLayer(WithPointers):
         """Raise AttributeError or TypeError if the layer has another layout."""
         self.layer, self.parts = layer, parts_of(layer)
         parts, self.attention = self.parts, self.parts.attention
-        self.dim = self.attention.head_dim
+        self.dim = getattr(self.attention, "head_dim", None) or self.attention.head_size
         self.mlp = parts.mlp
         """Its MLP or mixture; None: modules run it, or it has none."""
-        self.hidden, query = parts.qkv[0].in_features, parts.out.in_features
-        self.heads = query // self.dim
-        self.gated = len(parts.qkv) == 3 and parts.qkv[0].out_features == 2 * query
-        """Whether the projection of each head's queries is followed by gates of its output (Qwen3-Next)."""
-        rest = sum(one.out_features for one in parts.qkv) // self.dim - (1 + self.gated) * self.heads
-        self.kv_heads = rest // 2
-        query, key = (1 + self.gated) * self.heads * self.dim, self.kv_heads * self.dim
-        outputs = [query, key, key] if len(parts.qkv) == 3 else [query + 2 * key]
-        matrices = [*parts.qkv, parts.out]
-        shapes = [(one.out_features, one.in_features) for one in matrices]
-        if shapes != [*((one, self.hidden) for one in outputs), (self.hidden, self.heads * self.dim)]:
+        projections, queries = parts.projections, parts.out.in_features
+        first, keys = next(iter(projections.values())), projections.get("keys")
+        self.hidden, self.heads = first.in_features, queries // self.dim
+        self.gated = 2 if "gates" in projections else int("keys" in projections and first.out_features == 2 * queries)
+        """Whether attention's output is multiplied by gates: 1: the projection of each head's queries is followed by
+        them (Qwen3-Next), 2: they have a projection (AFMoE)."""
+        one_of_all = bool({"joined", "heads"} & {*projections})
+        key = (first.out_features - queries) // 2 if one_of_all else 0 if keys is None else keys.out_features
+        self.kv_heads = key // self.dim
+        """0: it reads the entries of an earlier layer."""
+        outputs = {"queries": (1 + (self.gated == 1)) * queries, "keys": key, "values": key, "gates": queries}
+        outputs |= dict.fromkeys(("joined", "heads"), queries + 2 * key)
+        shapes = {name: (one.out_features, one.in_features) for name, one in projections.items()}
+        wanted = {name: (outputs[name], self.hidden) for name in projections}
+        if shapes != wanted or (parts.out.out_features, queries) != (self.hidden, self.heads * self.dim):
             raise TypeError("its matrices do not have the shapes of Llama's")
+        matrices = [*projections.values(), parts.out, *([] if parts.side is None else parts.side[:2])]
         if self.dim % 2 or any(type(one) is not PackedLinear or not one.plain for one in matrices):
             raise TypeError("its matrices are not the library's, or its heads have an odd width")
         fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in parts.norms.items()}
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
             raise TypeError("a norm is not the library's")
-        for norm, heads in ((fused["query_norm"], 1 if self.gated else self.heads), (fused["key_norm"], self.kv_heads)):
-            if norm is not None and norm.weight.numel() not in (self.dim, heads * self.dim):
-                raise TypeError("its queries and keys have norms of another width")
+        of_heads = (
+            ("query_norm", 1 if self.gated == 1 else self.heads),
+            ("key_norm", self.kv_heads),
+            ("value_norm", 1),
+        )
+        for name, heads in of_heads:
+            if (norm := fused[name]) is not None and norm.weight.numel() not in (self.dim, heads * self.dim):
+                raise TypeError("its queries, keys and values have norms of another width")
         self._weights, self.norms = fused, [norm for norm in fused.values() if norm is not None]
         self.unchanged = Unchanged([layer], self.norms)
-        self._qkv = joined(parts.qkv)
+        self._projections = joined([*projections.values()])
         scaling = getattr(self.attention.config, "rope_parameters", None) or {}
         self.beta = float(scaling.get("llama_4_scaling_beta") or 0.0)
         """By how much queries grow with the logarithm of their position (Ministral 3)."""
@@ -86,23 +104,34 @@ class FusedLayer(WithPointers):
         self.sinks = sinks_of(self.attention)
         self.order = self.parts.orders[0]
         """How attention and the MLP follow each other, as the library numbers it (KvOrder)."""
-        if self.order != IN_TURN and self.mlp is None:
-            raise TypeError("its MLP, which reads what attention reads, is not the library's")
+        if not parts.splits and self.mlp is None:
+            raise TypeError("its MLP is not the library's, and it is not the last part, or reads what attention reads")
+        self.shares = bool(getattr(self.attention, "store_full_length_kv", False))
+        """Whether later layers read its entries (Gemma 4)."""
         self.window: int | None = None
         """The number of entries that its attention sees; None: all."""
+        self.in_tuple = False
+        """Whether the layer returns its output in a tuple."""
         self.group: FusedLayers | None = None
         """Runs this layer and those after it that rotate by the same angles; None where an earlier layer runs it."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether its forward does more than a call for several layers."""
+        return self.shares or not self.kv_heads or self.parts.recurrent is not None or self.parts.side is not None
 
     @functools.cached_property
     def struct(self) -> KvLayer:
         """The layer as a struct for the kernels. Its tensors must outlive it."""
-        qkv, out = self._qkv, self.parts.out
+        parts, projections = self.parts, self._projections
         struct = KvLayer(
-            qkv=tuple(part.struct for part in qkv),
+            qkv=tuple(part.struct for part in projections),
             gated=self.gated,
-            out=out.struct,
-            qkv_bias=tuple(array(part.bias) for part in qkv),
-            out_bias=array(out.bias),
+            by_head="heads" in parts.projections,
+            values_are_keys="keys" in parts.projections and "values" not in parts.projections,
+            out=parts.out.struct,
+            qkv_bias=tuple(array(part.bias) for part in projections),
+            out_bias=array(parts.out.bias),
             sinks=array(self.sinks),
             hidden=self.hidden,
             heads=self.heads,
@@ -111,19 +140,25 @@ class FusedLayer(WithPointers):
             rotated=self.rotation.channels,
             rotation=self.rotation.kind,
             order=self.order,
-            rotates_first=self.parts.rotates_first,
-            residual_scale=self.parts.residual_scale,
+            rotates_first=parts.rotates_first,
+            clip=getattr(self.attention.config, CLIP, None) or 0.0,
             scaling=self.attention.scaling,
             cap=getattr(self.attention, CAP, None) or 0.0,
+            **parts.scales,
         )
         mlp = None if self.mlp is None else self.mlp.struct
         if mlp is not None:
             struct.mlp = address_of(mlp)
+        matrices = [*projections, parts.out]
+        if parts.side is not None:
+            struct.side_gate, struct.side_projection = parts.side.gate.struct, parts.side.projection.struct
+            struct.side_activation = parts.side.activation
+            matrices += parts.side[:2]
         for name, norm in self._weights.items():
             if norm is not None:
                 setattr(struct, name, norm.struct)
         # Keeps the buffers alive as long as the pointers, even if the modules move.
-        struct.kept = [mlp, *(buffer for part in (*qkv, out) for buffer in part.buffers())]
+        struct.kept = [mlp, *(buffer for part in matrices for buffer in part.buffers())]
         return struct
 
     @functools.cached_property
@@ -137,35 +172,38 @@ class FusedLayer(WithPointers):
         for name in self.pointers:
             self.__dict__.pop(name, None)
 
+    def scaled_as_before(self) -> bool:
+        """Return whether its output is multiplied by the number that it was compared with."""
+        scale = self.layer._buffers.get("layer_scalar")
+        return scale is None or float(scale) == self.parts.scales["output_scale"]
+
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original forward."""
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        attention_mask: Tensor | None = None,
-        cache: Any = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the layer's original forward."""
+        cache = kwargs["cache"] if "cache" in kwargs else kwargs.get("layer_past")
+        angles, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
         hooks = getattr(cache, "hooks", None)
         if hooks is not None and self.attention.layer_idx < hooks.ran:
-            return hidden_states
+            return self._returned(hidden_states)
+        side, *rest = args if args and hasattr(self.layer, _SIDE_WIDTH) else (kwargs.get("per_layer_input"), *args)
         interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
         if (
-            args
+            rest
             or interface is None
-            or (0 if position_embeddings is None else position_embeddings[0].shape[-1]) != self.rotation.angles
+            or (0 if angles is None else angles[0].shape[-1]) != self.rotation.angles
             or not ours(hidden_states)
+            or (side is not None and not ours(side))
+            or (side is None) != (self.parts.side is None)
             or kwargs.get("output_attentions")
+            or (self.parts.drops and self.layer.training)
             or not self.unchanged()
+            or not self.scaled_as_before()
         ):
-            given: dict[str, Any] = {"attention_mask": attention_mask, "cache": cache}
-            given |= {"position_embeddings": position_embeddings} | kwargs
-            return self.plain(hidden_states, *args, **given)
+            return self.plain(hidden_states, *args, **kwargs)
+        more = {name: one for name, one in kwargs.items() if name not in _TAKEN}
         scales = self._scales(kwargs["position_ids"]) if self.beta else None
         if (
             self.group is not None
@@ -175,22 +213,30 @@ class FusedLayer(WithPointers):
             and self.group.can_run(planned)
         ):
             hooks.ran = self.attention.layer_idx + len(self.group.layers)
-            return self.group(hidden_states, position_embeddings, planned, hooks.writes)
-        query, key, value, gate, residual = self._enter(hidden_states, position_embeddings)
+            return self._returned(self.group(hidden_states, angles, planned, hooks.writes))
+        added = self._recurrent(hidden_states, cache, kwargs.get("mamba_attention_mask"))
+        query, key, value, gate, residual = self._enter(hidden_states, angles)
         if scales is not None:
             query *= scales
-        if cache is not None:
+        if not self.kv_heads:
+            key, value = kwargs["shared_kv_states"][self.attention.layer_type]
+        elif cache is not None:
             key, value = cache.update(key, value, self.attention.layer_idx)
+        if self.shares:
+            kwargs["shared_kv_states"][self.attention.layer_type] = key, value
         if self.window is not None:
-            kwargs["sliding_window"] = self.window
+            more["sliding_window"] = self.window
         if hasattr(self.attention, "sinks"):
-            kwargs["s_aux"] = self.attention.sinks
+            more["s_aux"] = self.attention.sinks
         if hasattr(self.attention, CAP):
-            kwargs["softcap"] = getattr(self.attention, CAP)
+            more["softcap"] = getattr(self.attention, CAP)
         output, _ = interface(
-            self.attention, query, key, value, attention_mask, dropout=0.0, scaling=self.attention.scaling, **kwargs
+            self.attention, query, key, value, mask, dropout=0.0, scaling=self.attention.scaling, **more
         )
-        return self._leave(output, gate, residual)
+        return self._returned(self._leave(output, gate, added, side, residual))
+
+    def _returned(self, output: Tensor) -> Any:
+        return (output,) if self.in_tuple else output
 
     def _scales(self, positions: Tensor) -> Tensor | None:
         """Return the factors of queries, (batch or 1, 1, tokens, 1) bfloat16; None: all are 1."""
@@ -199,6 +245,14 @@ class FusedLayer(WithPointers):
         # torch's logarithms of float32 differ between processors.
         scales = [1 + self.beta * math.log(1 + max(0, one) // self.scaled_from) for one in positions.flatten().tolist()]
         return torch.tensor(scales).to(torch.bfloat16).view(len(positions), 1, -1, 1)
+
+    def _recurrent(self, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor | None:
+        """Return the output of the recurrent module beside attention, (batch, tokens, hidden)."""
+        if (module := self.parts.recurrent) is None:
+            return None
+        norm, scale = self._weights["input_norm"], self.parts.recurrent_scale
+        output: Tensor = module(hidden_states=x if norm is None else norm(x), cache=cache, attention_mask=mask)
+        return (output if scale == 1 else output * scale).contiguous()
 
     def _enter(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None
@@ -212,13 +266,16 @@ class FusedLayer(WithPointers):
         kernels().kvkeep_before_attention(self.address, x, batch, *turns, query, key, value, gate)
         return query, key, value, gate, x
 
-    def _leave(self, output: Tensor, gate: Tensor | None, residual: Tensor) -> Tensor:
-        result = torch.empty_like(residual)
+    def _leave(
+        self, output: Tensor, gate: Tensor | None, added: Tensor | None, side: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        result, given = torch.empty_like(residual), (self.address, output.contiguous(), gate, added)
         if self.mlp is not None:
-            kernels().kvkeep_after_attention(self.address, output.contiguous(), gate, residual, result)
+            side = None if side is None else side.contiguous()
+            kernels().kvkeep_after_attention(*given, side, residual, result)
             return result
         normed = torch.empty_like(residual)
-        kernels().kvkeep_before_mlp(self.address, output.contiguous(), gate, residual, result, normed)
+        kernels().kvkeep_before_mlp(*given, residual, result, normed)
         return result + self.parts.added(normed) if self.parts.mlps else result
 
 
@@ -243,7 +300,8 @@ class FusedLayers(WithPointers):
         if layers != {len(self._modules)} or any(self._hooks) or max(map(len, self._hooks_before)) > 1:
             return False
         modules = [*self._modules._modules.values()][self._part]
-        return [one.forward for one in modules] == self.layers and self._unchanged()
+        same = [one.forward for one in modules] == self.layers and self._unchanged()
+        return same and all(one.scaled_as_before() for one in self.layers)
 
     @functools.cached_property
     def tables(self) -> list[tuple[Any, slice]]:
@@ -308,11 +366,12 @@ def fuse(model: Any, layers: Any) -> int:
         return 0
     replace_rotary(model)
     replace_routers(model)
-    for module in model.modules():
-        # The order matters: reading the weight of a packed matrix unpacks it.
-        if "RMSNorm" in type(module).__name__ or "LayerNorm" in type(module).__name__:
-            with trial("a norm"):
-                fuse_norm(module)
+    for holder in model.modules():
+        for module in holder.children():
+            # The order matters: reading the weight of a packed matrix unpacks it.
+            if "RMSNorm" in type(module).__name__ or "LayerNorm" in type(module).__name__:
+                with trial("a norm"):
+                    fuse_norm(module, getattr(holder, "head_dim", None))
     replace_mlps(model)
     replace_altup(model)
     for module in [*model.modules()]:  # with their norms
@@ -322,14 +381,15 @@ def fuse(model: Any, layers: Any) -> int:
     for index, layer in enumerate(layers):
         with trial(f"layer {index} runs by its modules"):
             fused = FusedLayer(layer)
-            if _agrees(fused, rotations):
+            if agrees(fused, rotations):
                 layer.forward = fused
                 done.append(fused)
                 rotations.sort(key=fused.rotation.__ne__)  # most likely the next layer has the same
     if done and [one.attention.layer_idx for one in done] == [*range(len(layers))]:
         for _, found in groupby(done, functools.partial(_common, model)):
             members = [*found]
-            members[0].group = FusedLayers(members, layers)
+            if not members[0].alone:
+                members[0].group = FusedLayers(members, layers)
         if type(layers) is nn.ModuleList:
             layers.__class__ = FusedList
     trim_memory()  # releases the joined matrices
@@ -339,61 +399,4 @@ def fuse(model: Any, layers: Any) -> int:
 def _common(model: Any, layer: FusedLayer) -> tuple[Any, ...]:
     """Return what layers that run in one call have in common."""
     kind = layer.attention.config.layer_types[layer.attention.layer_idx] if has_kinds(model) else None
-    return kind, layer.hidden, layer.heads, layer.kv_heads, layer.dim, layer.rotation.angles
-
-
-@torch.no_grad()
-def _agrees(fused: FusedLayer, rotations: Sequence[Rotation]) -> bool:
-    """Give a fused layer the first rotation and order, and its MLP if possible, with which it agrees with its modules
-    on random residuals; return whether there is one. Attention's inputs and the layer's output have to agree to the
-    bit: an MLP of the library has been compared with its module (mlps.py). The residuals are two rows at near and far
-    positions (some families scale queries at far ones). They are small, so that bfloat16 preserves the sums."""
-    if not fused.unchanged():  # hooked: the comparison would run the same modules twice
-        return False
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16) / 64
-    places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
-    by_modules: dict[tuple[int, bool, bool], tuple[Any, ...]] = {}
-    mlps = dict.fromkeys((fused.parts.mlp, None)) if fused.order == IN_TURN else (fused.parts.mlp,)
-    for rotation, mlp, order in product(rotations, mlps, fused.parts.orders):
-        halves = 1 if rotation.halves else 2
-        angle = torch.rand(2, 5, rotation.angles // halves, generator=generator.manual_seed(1)) * 6
-        angle = angle.repeat_interleave(2, -1) if rotation.spread else angle.repeat(1, 1, halves)
-        angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)) if rotation.angles else None
-        given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
-        if (known := (rotation.angles, rotation.halves, rotation.spread)) not in by_modules:
-            by_modules[known] = _watched(fused, functools.partial(fused.plain, x, **given))
-        wanted, inputs, options = by_modules[known]
-        fused.window = options.get("sliding_window")
-        fused.change(rotation, mlp, order)
-        found, *attended = _watched(fused, functools.partial(fused, x, **given))
-        if not isinstance(wanted, Tensor) or wanted.shape != found.shape or options != attended[1]:
-            return False
-        if all(map(torch.equal, inputs, attended[0])) and torch.equal(wanted, found):
-            return True
-    return False
-
-
-def _watched(fused: FusedLayer, forward: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return what a layer's ``forward`` returns, and queries, keys and values of its attention, and what else that is
-    given."""
-    config, seen = fused.attention.config, []
-    before, trial = config._attn_implementation, f"kvkeep_trial_{id(fused)}"  # a process may load two models
-
-    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {
-            name: one for name, one in kwargs.items() if not (one is None or one is False or isinstance(one, Tensor))
-        }
-        seen.append((args[:3], given))
-        kwargs.pop("softcap", None)  # SDPA refuses it
-        return sdpa_attention_forward(module, *args, **kwargs)
-
-    try:
-        ALL_ATTENTION_FUNCTIONS[trial] = attention
-        config._attn_implementation = trial
-        output = forward()
-    finally:
-        config._attn_implementation = before
-        del ALL_ATTENTION_FUNCTIONS[trial]
-    ((inputs, given),) = seen
-    return output, inputs, given
+    return kind, layer.alone, layer.hidden, layer.heads, layer.kv_heads, layer.dim, layer.rotation.angles

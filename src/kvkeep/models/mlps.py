@@ -22,12 +22,13 @@ from kvkeep.models.packed import Packed, PackedLinear, WithPointers
 from kvkeep.models.routers import LibraryRouter
 from kvkeep.models.unchanged import Unchanged
 from kvkeep.native.library import kernels
-from kvkeep.native.structures import GELU_TANH, PANEL_OUTPUTS, RELU2, SILU, KvMatrix, KvMlp, address_of, array
+from kvkeep.native.structures import GELU, GELU_TANH, PANEL_OUTPUTS, RELU2, SILU, KvMatrix, KvMlp, address_of, array
 
 _ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     SILU: functional.silu,
     GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     RELU2: lambda x: functional.relu(x).square(),
+    GELU: functional.gelu,
 }
 """Activations by their numbers in the library."""
 _MATRICES = (
@@ -38,9 +39,12 @@ _MATRICES = (
     (("up_proj",), "down_proj"),  # Nemotron: no gates
     (("c_fc",), "c_proj"),  # StarCoder 2
     (("fc1",), "fc2"),  # Phi-2
+    (("dense_h_to_4h",), "dense_4h_to_h"),  # GPT-NeoX
 )
 """What families call the first matrices and the last one of an MLP."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "activation", "act")
+_SCALES = ("gate_multiplier", "down_multiplier")
+"""What Falcon-H1 calls the factors of :class:`Mlp`."""
 _SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")
 """What families call the MLP beside a mixture, within it."""
 
@@ -58,10 +62,13 @@ class Mlp(WithPointers):
         share: PackedLinear | None = None,
         router: LibraryRouter | None = None,
         experts: PackedExperts | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """gates: projections of gates and ups, or one of both, or that of ups without gates; joined. activation: a
-        KvActivation. share: of the MLP's output, whose sigmoid is a factor of it."""
+        KvActivation. share: of the MLP's output, whose sigmoid is a factor of it. scales: factors of gates before their
+        activation, and of the MLP's output."""
         self.gates, self.down, self.activation, self.share = gates, down, activation, share
+        self.scales = scales
         self.router, self.experts = router, experts
         if down is not None:
             self.hidden, self.inner = down.out_features, down.in_features
@@ -80,7 +87,7 @@ class Mlp(WithPointers):
 
     def beside(self, mixture: Mlp, share: PackedLinear | None = None) -> Mlp:
         """Return this MLP and a mixture, whose outputs are added."""
-        return Mlp(self.gates, self.down, self.activation, share, mixture.router, mixture.experts)
+        return Mlp(self.gates, self.down, self.activation, share, mixture.router, mixture.experts, self.scales)
 
     @functools.cached_property
     def struct(self) -> KvMlp:
@@ -96,6 +103,8 @@ class Mlp(WithPointers):
             inner=self.inner,
             gated=self.gated,
             activation=self.activation,
+            gate_scale=self.scales[0],
+            scale=self.scales[1],
         )
         kept = [] if self.router is None or self.experts is None else [self.router.struct, self.experts.struct]
         if kept:
@@ -154,11 +163,14 @@ def _dense(module: Any) -> Mlp:
     if not first:
         raise TypeError("it has other matrices than an MLP")
     function = next((getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name)), functional.silu)
-    return Mlp(joined([matrices[name] for name in first]), matrices[last], _activation(function))
+    before, after = (float(getattr(module, name, 1.0)) for name in _SCALES)
+    return Mlp(
+        joined([matrices[name] for name in first]), matrices[last], activation_of(function), scales=(before, after)
+    )
 
 
 @torch.no_grad()
-def _activation(function: Any) -> int:
+def activation_of(function: Any) -> int:
     """Return the number of an activation. Raises TypeError if the library lacks it."""
     x = torch.linspace(-6, 6, 97)
     for number, known in _ACTIVATIONS.items():

@@ -25,8 +25,8 @@ class FusedNorm(WithPointers):
     """The forward of a norm by the kernel. offset: what is added to the weights. centred: whether it subtracts the mean
     (LayerNorm)."""
 
-    def __init__(self, norm: Any, offset: float, centred: bool) -> None:
-        self.norm, self.offset, self.centred = norm, offset, centred
+    def __init__(self, norm: Any, offset: float, centred: bool, width: int) -> None:
+        self.norm, self.offset, self.centred, self._width = norm, offset, centred, width
         self.names = [name for name in ("weight", "bias") if norm._parameters.get(name) is not None]
         """The module's parameters."""
         self.weight, *added = self._stated()
@@ -38,7 +38,7 @@ class FusedNorm(WithPointers):
 
     def _stated(self) -> list[Tensor]:
         if "weight" not in self.names:
-            return [torch.ones(self.norm.normalized_shape)]
+            return [torch.ones(self._width)]
         weight, *added = (getattr(self.norm, name).detach().float() for name in self.names)
         return [weight + self.offset, *added]
 
@@ -54,7 +54,7 @@ class FusedNorm(WithPointers):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of ``x``, (..., width)."""
-        if not (ours(x) and self._weights.hold()):
+        if not (ours(x) and self._weights.hold() and x.shape[-1] == self._width):
             return type(self.norm).forward(self.norm, x)
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -93,19 +93,25 @@ _VERSION = attrgetter("_version")
 
 
 @torch.no_grad()
-def fuse_norm(norm: Any) -> None:
-    """Replace the forward of a norm by the kernel, where they agree. Raises AttributeError, TypeError or RuntimeError
-    for a module of another kind."""
+def fuse_norm(norm: Any, width: int | None = None) -> None:
+    """Replace the forward of a norm by the kernel, where they agree. width: of its rows, if the module does not tell
+    it. Raises AttributeError, TypeError or RuntimeError for a module of another kind."""
     if [*inspect.signature(type(norm).forward).parameters][2:]:  # a norm with a gate
         return
-    if any(one.ndim != 1 or one.dtype != torch.bfloat16 for one in norm.parameters(recurse=False)):
+    if any(one.ndim != 1 for one in norm.parameters(recurse=False)):
         return
-    width = norm.normalized_shape[-1] if norm._parameters.get("weight") is None else norm.weight.shape[-1]
+    if norm._parameters.get("weight") is not None:
+        width = norm.weight.shape[-1]
+    elif hasattr(norm, "normalized_shape"):
+        (width,) = norm.normalized_shape
+    if width is None:
+        raise TypeError("its width is not known")
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
     x = (x * torch.tensor([1, 1, 2**-8, 1])[:, None] + torch.tensor([0, 0, 0, 1])[:, None]).to(torch.bfloat16)
-    wanted = type(norm).forward(norm, x)
+    if (wanted := type(norm).forward(norm, x)).dtype != x.dtype:
+        return
     for centred, offset in product((False, True), (0.0, 1.0)):
-        fused = FusedNorm(norm, offset, centred)
+        fused = FusedNorm(norm, offset, centred, width)
         size = wanted.float().abs() + (0 if fused.bias is None else fused.bias.abs())
         if bool(((fused(x) - wanted).float().abs() <= 0.02 * size + 1e-5).all()):
             norm.forward = fused

@@ -140,6 +140,9 @@ def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
     if theta is None:
         return None
     factors = _factors(parameters) or [1.0] * count
+    if parameters.get("rope_type") == "proportional":  # the last ones of a head do not turn
+        turning = int(parameters.get("partial_rotary_factor", 1.0) * count)
+        factors = [parameters.get("factor", 1.0)] * turning + [math.inf] * (count - turning)
     plain = [float(theta) ** (-number / count) / factor for number, factor in enumerate(factors)]
     made = torch.tensor([_scaled(parameters, one) for one in plain], dtype=torch.float64)
     same = made.shape == stated.shape and bool(((made - stated.double()).abs() <= 1e-5 * made).all())

@@ -22,10 +22,10 @@ bool angles_fit(const KvArray& positions, const KvArray& frequencies, const KvAr
 bool before_attention_fits(const KvLayer& layer, const KvArray& x, int64_t batch, const KvArray& cos,
                            const KvArray& sin, const KvArray& query, const KvArray& key, const KvArray& value,
                            const KvArray& gate);
-bool before_mlp_fits(const KvLayer& layer, const KvArray& attended, const KvArray& gate, const KvArray& residual,
-                     const KvArray& y, const KvArray& normed);
-bool after_attention_fits(const KvLayer& layer, const KvArray& attended, const KvArray& gate, const KvArray& residual,
-                          const KvArray& y);
+bool before_mlp_fits(const KvLayer& layer, const KvArray& attended, const KvArray& gate, const KvArray& added,
+                     const KvArray& residual, const KvArray& y, const KvArray& normed);
+bool after_attention_fits(const KvLayer& layer, const KvArray& attended, const KvArray& gate, const KvArray& added,
+                          const KvArray& side, const KvArray& residual, const KvArray& y);
 bool mlp_fits(const KvMlp& mlp, const KvArray& x, const KvArray& y);
 bool route_fits(const KvRouter& router, const KvArray& x, const KvArray& logits, const KvArray& weights,
                 const KvArray& chosen);

@@ -153,15 +153,16 @@ KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch,
   });
 }
 
-KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y,
-                           KvArray normed) {
-  return run(before_mlp_fits(*layer, attended, gate, residual, y, normed),
-             [&](auto& kernels) { return kernels.before_mlp(layer, attended, gate, residual, y, normed); });
+KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray gate, KvArray added, KvArray residual,
+                           KvArray y, KvArray normed) {
+  return run(before_mlp_fits(*layer, attended, gate, added, residual, y, normed),
+             [&](auto& kernels) { return kernels.before_mlp(layer, attended, gate, added, residual, y, normed); });
 }
 
-KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y) {
-  return run(after_attention_fits(*layer, attended, gate, residual, y),
-             [&](auto& kernels) { return kernels.after_attention(layer, attended, gate, residual, y); });
+KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray gate, KvArray added, KvArray side,
+                                KvArray residual, KvArray y) {
+  return run(after_attention_fits(*layer, attended, gate, added, side, residual, y),
+             [&](auto& kernels) { return kernels.after_attention(layer, attended, gate, added, side, residual, y); });
 }
 
 KvStatus kvkeep_mlp(const KvMlp* mlp, KvArray x, KvArray y) {

@@ -39,7 +39,8 @@ enum KvKind { /* how a matrix is stored: bfloat16, float16, float32, or the bloc
 enum KvActivation { /* of an MLP */
   KV_SILU,
   KV_GELU_TANH, /* the approximation by tanh */
-  KV_RELU2      /* the square of what is positive */
+  KV_RELU2,     /* the square of what is positive */
+  KV_GELU       /* by the error function */
 };
 
 enum KvScores { /* what a router makes of its products */
@@ -155,32 +156,50 @@ typedef struct KvMlp {     /* an MLP, a mixture of experts, or a mixture and an 
   int64_t inner;           /* width of the MLP, a multiple of 16; 0: there is none */
   int64_t gated;           /* 1: there are gates, 0: only ups */
   int64_t activation;      /* a KvActivation */
+  float gate_scale;        /* what gates, or ups without gates, are multiplied by before their activation */
+  float scale;             /* what the MLP's output is multiplied by */
 } KvMlp;
 
 typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
-  KvMatrix qkv[3];                /* query, key and value projections, joined where they are of one kind; in order */
-  int64_t gated;                  /* 1: the queries of each head are followed by gates, (dim); the sigmoid of these is
-                                     what attention's output is multiplied by. 0: there are none */
+  KvMatrix qkv[4];                /* query, key, value and gate projections, as far as the layer has them, joined where
+                                     they are of one kind; in order */
+  int64_t gated;                  /* whether the sigmoid of gates is what attention's output is multiplied by. 1: the
+                                     gates of a head, (dim), follow its queries; 2: those of all heads follow values;
+                                     0: there are none */
+  int64_t by_head;                /* 1: query, key and value of each head follow each other, 0: all queries are first */
+  int64_t values_are_keys;        /* 1: values are what the key projection returns, and have no projection */
   KvMatrix out;                   /* output projection: (hidden, heads * dim) */
   const KvMlp* mlp;               /* what follows attention; null: the caller runs it */
-  KvArray qkv_bias[3];            /* (outputs of the matrix) bfloat16; or nothing */
+  KvArray qkv_bias[4];            /* (outputs of the matrix) bfloat16; or nothing */
   KvArray out_bias;               /* (hidden) bfloat16; or nothing */
   KvArray sinks;                  /* (heads) float32: those of its attention (KvAttention); or nothing */
   KvNorm input_norm;              /* before attention, (hidden); or nothing, as the others */
   KvNorm query_norm;              /* of each query head, (dim), or without gates of all, (heads * dim) */
   KvNorm key_norm;                /* of each key head, (dim), or of all at once, (kv_heads * dim) */
+  KvNorm value_norm;              /* of each value head, (dim) */
   KvNorm post_attention_norm;     /* of the output projection, before the residual is added, (hidden) */
   KvNorm pre_mlp_norm;            /* of what enters the MLP, (hidden) */
   KvNorm post_mlp_norm;           /* of the MLP's output, before the residual is added, (hidden) */
+  KvMatrix side_gate;             /* of a layer that reads a side input, a vector of each token: gates of the residual
+                                     that the MLP was added to, (side, hidden); or nothing. What their activation times
+                                     this input gives is projected and added to that residual */
+  KvMatrix side_projection;       /* (hidden, side); nothing with side_gate */
+  KvNorm side_norm;               /* of what is projected, (hidden) */
+  int64_t side_activation;        /* a KvActivation */
   int64_t hidden;                 /* width of the residual stream */
   int64_t heads;                  /* query heads */
-  int64_t kv_heads;               /* key/value heads */
+  int64_t kv_heads;               /* key/value heads; 0: the layer reads the entries of another one */
   int64_t dim;                    /* width of a head, even */
   int64_t rotated;                /* channels of a query or key that are rotated, its first ones, even; 0: none */
   int64_t rotation;               /* a KvRotation */
   int64_t order;                  /* a KvOrder; in turn, where the caller runs the MLP */
   int64_t rotates_first;          /* 1: queries and keys are rotated before their norms, 0: after them */
-  float residual_scale;           /* what attention's and the MLP's output is multiplied by before it is added */
+  float clip;                     /* the bound of queries, keys and values before they are rotated; 0: none */
+  float input_scale;              /* what the norm before attention is multiplied by; 1 without one */
+  float key_scale;                /* what keys are multiplied by before they are rotated */
+  float attention_scale;          /* what attention's output is multiplied by before it is added */
+  float mlp_scale;                /* what the MLP's output is multiplied by before it is added */
+  float output_scale;             /* what the output of the layer is multiplied by; 1 where the caller runs the MLP */
   float scaling;                  /* of attention, as KvAttention has it */
   float cap;                      /* the same */
 } KvLayer;
@@ -349,14 +368,16 @@ KvStatus kvkeep_angles(KvArray positions, KvArray frequencies, float scaling, Kv
 KvStatus kvkeep_before_attention(const KvLayer* layer, KvArray x, int64_t batch, KvArray cos, KvArray sin,
                                  KvArray query, KvArray key, KvArray value, KvArray gate);
 /* Runs a layer from its attention to its MLP: output projection, residual, norm. attended: (n, heads * dim). gate: the
- * same of a gated layer, as kvkeep_before_attention wrote it; its memory is used. residual, y: (n, hidden), the
- * residual stream; they may be the same. normed: (n, hidden), written. All are bfloat16. Of a layer whose attention and
- * MLP come in turn. */
-KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y,
-                           KvArray normed);
-/* Runs a layer from its attention on: output projection, residual, MLP, residual. Arguments are those of
- * kvkeep_before_mlp. */
-KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray gate, KvArray residual, KvArray y);
+ * same of a gated layer, as kvkeep_before_attention wrote it; its memory is used. added: (n, hidden), added to the
+ * output of attention before that is added to the residual; or nothing. residual, y: (n, hidden), the residual stream;
+ * they may be the same. normed: (n, hidden), written. All are bfloat16. Of a layer whose attention and MLP come in
+ * turn. */
+KvStatus kvkeep_before_mlp(const KvLayer* layer, KvArray attended, KvArray gate, KvArray added, KvArray residual,
+                           KvArray y, KvArray normed);
+/* Runs a layer from its attention on: output projection, residual, MLP, residual, side input. side: (n, side) bfloat16,
+ * if the layer reads a side input. Other arguments are those of kvkeep_before_mlp. */
+KvStatus kvkeep_after_attention(const KvLayer* layer, KvArray attended, KvArray gate, KvArray added, KvArray side,
+                                KvArray residual, KvArray y);
 /* Runs an MLP. x, y: (n, hidden) bfloat16; they may be the same. */
 KvStatus kvkeep_mlp(const KvMlp* mlp, KvArray x, KvArray y);
 /* Chooses experts for each row. x: (n, hidden) bfloat16. logits: (n, experts) float32, written: products of the weight.
@@ -405,10 +426,11 @@ void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
                                 int64_t tokens, int64_t heads, int by_token, float scaling, float cap, KvArray sinks,
                                 KvArray out, KvArray lse);
-/* Runs `count` layers of the same heads, one after the other, for the tokens of some sessions. layers: (count). steps:
- * (count), tables of step_counts[i] steps. cos, sin: (tokens, rotated) bfloat16, for all layers that rotate. x:
- * (tokens, hidden) bfloat16, read and written. normed: nothing; or, where the last layer has no MLP here, (tokens,
- * hidden) bfloat16, written: what enters its MLP, whose output is then missing in x. */
+/* Runs `count` layers of the same heads, one after the other, for the tokens of some sessions. layers: (count), which
+ * have entries of their own and no side input. steps: (count), tables of step_counts[i] steps. cos, sin: (tokens,
+ * rotated) bfloat16, for all layers that rotate. x: (tokens, hidden) bfloat16, read and written. normed: nothing; or,
+ * where the last layer has no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose output is then
+ * missing in x. */
 KvStatus kvkeep_run_layers(const KvLayer* const* layers, KvStep* const* const* steps, int64_t count,
                            const int64_t* step_counts, KvArray cos, KvArray sin, KvArray x, KvArray normed);
 

@@ -12,6 +12,8 @@ namespace {
 
 // ---- layers ---------------------------------------------------------------------------------------------------------
 
+bool is_activation(int64_t number) { return number >= 0 && number <= KV_GELU; }
+
 // Whether matrices that lie beside each other have so many inputs, and outputs in all.
 bool matrices_fit(const KvMatrix* matrices, int count, int64_t inputs, Wide outputs) {
   for (int i = 0; i < count && matrices[i].outputs; i++) {
@@ -59,7 +61,7 @@ bool experts_fit(const KvExperts& e) {
 
 bool mlp_fits(const KvMlp& m) {
   RULE(m.hidden > 0 && is_size(m.hidden) && is_size(m.inner) && m.inner % 16 == 0 && (m.gated == 0 || m.gated == 1) &&
-           m.activation >= 0 && m.activation <= KV_RELU2,
+           is_activation(m.activation),
        "an MLP must have a width that is a multiple of 16, and an activation that the library has");
   RULE(!m.router == !m.experts && (m.inner || m.router), "an MLP must have matrices, or a router and experts");
   if (!matrices_fit(m.gates, 2, m.hidden, (1 + m.gated) * Wide(m.inner))) return false;
@@ -87,28 +89,47 @@ bool norm_fits(const KvNorm& n, Wide width, Wide other) {
   return true;
 }
 
+// Whether a layer has what it reads a side input with, or none of it.
+bool side_fits(const KvLayer& l) {
+  const int64_t width = l.side_gate.outputs;
+  if (!matrices_fit(&l.side_gate, 1, l.hidden, width)) return false;
+  if (!matrices_fit(&l.side_projection, 1, width, width ? l.hidden : 0)) return false;
+  RULE(!width || (l.mlp && width % 16 == 0 && is_activation(l.side_activation)),
+       "a side input must follow the MLP, with a width that is a multiple of 16, and a known activation");
+  return norm_fits(l.side_norm, l.hidden, l.hidden);
+}
+
 bool layer_fits(const KvLayer& l) {
-  for (int64_t one : {l.hidden, l.heads, l.kv_heads, l.dim})
-    RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
-  RULE(l.dim % 2 == 0 && (l.gated == 0 || l.gated == 1), "heads must be of an even width");
+  for (int64_t one : {l.hidden, l.heads, l.dim}) RULE(one > 0 && one <= MAX_SIZE, "a layer must have widths");
+  RULE(is_size(l.kv_heads), "a layer must have a number of key/value heads, or 0");
+  RULE(l.dim % 2 == 0 && l.gated >= 0 && l.gated <= 2, "heads must be of an even width");
+  RULE((l.values_are_keys == 0 || l.values_are_keys == 1) && (l.by_head == 0 || l.by_head == 1) &&
+           !(l.values_are_keys && l.gated == 2) &&
+           !(l.by_head && (l.gated || l.values_are_keys || l.kv_heads != l.heads)),
+       "projections must be of queries, keys, values and gates, or for each head of one of each of the first three");
+  RULE(l.clip >= 0 && l.clip < __builtin_inff(), "the bound of queries, keys and values must be positive, or 0");
+  RULE(l.input_scale == 1.0f || has(l.input_norm.weight), "only a norm before attention must be multiplied");
+  RULE(l.output_scale == 1.0f || l.mlp, "a layer must have its MLP");
   if (!cap_fits(l.cap)) return false;
   RULE(l.order == KV_IN_TURN || (l.order > 0 && l.order <= KV_SUMMED_FIRST && l.mlp && has(l.pre_mlp_norm.weight)),
        "attention and MLP of a layer must come in turn, or both be here, with a norm before each");
   RULE(l.rotated >= 0 && l.rotated <= l.dim && l.rotated % 2 == 0 && l.rotation >= 0 &&
            l.rotation <= KV_SPREAD_PAIRS,
        "rotated channels must be pairs of a head, in a way that the library has");
-  if (!matrices_fit(l.qkv, 3, l.hidden, ((1 + l.gated) * Wide(l.heads) + 2 * Wide(l.kv_heads)) * l.dim)) return false;
+  const Wide of_keys = (2 - l.values_are_keys) * Wide(l.kv_heads), of_queries = (1 + (l.gated != 0)) * Wide(l.heads);
+  if (!matrices_fit(l.qkv, 4, l.hidden, (of_queries + of_keys) * l.dim)) return false;
   if (!matrices_fit(&l.out, 1, l.heads * l.dim, l.hidden)) return false;
   if (l.mlp && !mlp_fits(*l.mlp)) return false;
   RULE(!l.mlp || l.mlp->hidden == l.hidden, "the MLP of a layer must have its width");
-  for (int i = 0; i < 3; i++)
+  for (int i = 0; i < 4; i++)
     RULE(holds_or_nothing(l.qkv_bias[i], KV_BFLOAT16, l.qkv[i].outputs), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.out_bias, KV_BFLOAT16, l.hidden), "biases must be bfloat16 of each output");
   RULE(holds_or_nothing(l.sinks, KV_FLOAT32, l.heads), "sinks must be float32 of each head");
   for (const KvNorm* norm : {&l.input_norm, &l.post_attention_norm, &l.pre_mlp_norm, &l.post_mlp_norm})
     if (!norm_fits(*norm, l.hidden, l.hidden)) return false;
-  return norm_fits(l.query_norm, l.dim, (l.gated ? 1 : l.heads) * Wide(l.dim)) &&
-         norm_fits(l.key_norm, l.dim, l.kv_heads * Wide(l.dim));
+  return side_fits(l) && norm_fits(l.query_norm, l.dim, (l.gated == 1 || l.by_head ? 1 : l.heads) * Wide(l.dim)) &&
+         norm_fits(l.key_norm, l.dim, (l.by_head ? 1 : l.kv_heads) * Wide(l.dim)) &&
+         norm_fits(l.value_norm, l.dim, l.dim);
 }
 
 }  // namespace
@@ -193,8 +214,8 @@ bool before_attention_fits(const KvLayer& l, const KvArray& x, int64_t batch, co
   return gate_fits(l, rows, gate);
 }
 
-bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& gate, const KvArray& residual,
-                     const KvArray& y, const KvArray& normed) {
+bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& gate, const KvArray& added,
+                     const KvArray& residual, const KvArray& y, const KvArray& normed) {
   if (!layer_fits(l)) return false;
   RULE(is_rows_of(residual, l.hidden) && holds(y, KV_BFLOAT16, residual.length),
        "input and output of a layer must be bfloat16 rows of its width");
@@ -202,13 +223,19 @@ bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& g
   RULE(holds(attended, KV_BFLOAT16, rows * l.heads * l.dim),
        "the attention of a layer must be bfloat16 of each token and head");
   RULE(holds(normed, KV_BFLOAT16, residual.length), "what enters an MLP must be bfloat16 rows of its width");
+  RULE(holds_or_nothing(added, KV_BFLOAT16, residual.length),
+       "what is added to attention must be bfloat16 rows of its width");
   return gate_fits(l, rows, gate);
 }
 
-bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArray& gate, const KvArray& residual,
-                          const KvArray& y) {
+bool after_attention_fits(const KvLayer& l, const KvArray& attended, const KvArray& gate, const KvArray& added,
+                          const KvArray& side, const KvArray& residual, const KvArray& y) {
   RULE(l.mlp, "a layer must have its MLP");
-  return before_mlp_fits(l, attended, gate, residual, y, y);
+  if (!before_mlp_fits(l, attended, gate, added, residual, y, y)) return false;
+  const Wide rows = residual.length / l.hidden;
+  RULE(!l.side_gate.outputs || holds(side, KV_BFLOAT16, rows * l.side_gate.outputs),
+       "a side input must be bfloat16 rows of its width");
+  return true;
 }
 
 bool mlp_fits(const KvMlp& m, const KvArray& x, const KvArray& y) {
@@ -309,6 +336,7 @@ bool layers_fit(const KvLayer* const* layers, KvStep* const* const* steps, int64
     RULE(l.mlp || (layer == count - 1 && has(normed)), "a layer must have its MLP");
     RULE(l.hidden == first.hidden && l.heads == first.heads && l.kv_heads == first.kv_heads && l.dim == dim,
          "layers of a call must have the same heads");
+    RULE(l.kv_heads && !l.side_gate.outputs, "layers of a call must have entries, and no side input");
     const Wide angles = Wide(tokens) * l.rotated;
     RULE(!angles || (cos.length == angles && holds(cos, KV_BFLOAT16, angles) && holds(sin, KV_BFLOAT16, angles)),
          "cosines and sines must be bfloat16 of each token and rotated channel");

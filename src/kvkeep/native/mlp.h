@@ -65,12 +65,15 @@ struct MlpPass {
       multiply(m.gates[i], inputs, numbers<bf16>(m.gates_bias[i]), gates + column, width());
     if (m.share.outputs) multiply<bf16>(m.share, inputs, nullptr, shares, 1);
     for_each_row(rows, [&](int64_t r) {
+      scale_row(m.gate_scale, m.inner, gates + r * width());
       gate_row(gates + r * width(), m.inner, m.activation, m.gated, gated + r * m.inner);
     });
     InputRows down_rows{gated, rows, m.inner, m.inner};
     multiply(m.down, down_rows, numbers<bf16>(m.down_bias), y, m.hidden);
-    if (!m.share.outputs) return;
+    if (!m.share.outputs && m.scale == 1.0f) return;
     for_each_row(rows, [&](int64_t r) {
+      scale_row(m.scale, m.hidden, y + r * m.hidden);
+      if (!m.share.outputs) return;
       bf16 share[16];
       vstore_bf16(share, sigmoid(vset(widen(shares[r]))));
       scale_row(widen(share[0]), m.hidden, y + r * m.hidden);

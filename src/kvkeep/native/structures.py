@@ -89,7 +89,7 @@ _KINDS = (
 )  # fmt: skip
 KIND_NUMBERS = {kind: CONSTANTS[f"KV_{kind}"] for kind in _KINDS}
 """KvKind: how a matrix is stored."""
-SILU, GELU_TANH, RELU2 = (CONSTANTS[f"KV_{name}"] for name in ("SILU", "GELU_TANH", "RELU2"))
+SILU, GELU_TANH, RELU2, GELU = (CONSTANTS[f"KV_{name}"] for name in ("SILU", "GELU_TANH", "RELU2", "GELU"))
 """KvActivation: the activation of an MLP."""
 SOFTMAX, SIGMOID = CONSTANTS["KV_SOFTMAX"], CONSTANTS["KV_SIGMOID"]
 """KvScores: what a router makes of its products."""

@@ -240,9 +240,10 @@ def test_a_receipt_refuses_short_texts_and_a_missing_library(folder: Path, monke
             refused()
 
 
-def test_a_family_whose_layers_torch_computes_is_refused(tmp_path: Path) -> None:
-    loaded = load(saved(tiny("gemma4", positions=1024), tmp_path), weights="bfloat16", device="cpu")
-    with pytest.raises(UsageError, match=r"torch computes parts of the layers .*\(a gemma4_text model\)"):
+@pytest.mark.parametrize(("family", "model_type"), [("gemma4", "gemma4_text"), ("falcon_h1", "falcon_h1")])
+def test_a_family_whose_layers_torch_computes_is_refused(family: str, model_type: str, tmp_path: Path) -> None:
+    loaded = load(saved(tiny(family, positions=1024), tmp_path), weights="bfloat16", device="cpu")
+    with pytest.raises(UsageError, match=rf"torch computes parts of the layers .*\(a {model_type} model\)"):
         start(loaded, [])
 
 
