@@ -9,5 +9,8 @@ CAPTURED = {
 } | {"pyramidkv": 48, "duo-attention": 48}
 """Methods whose steps are captured, and budgets that are full after a prompt, in every head."""
 LENGTH = 97
-CAPTURED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "deepseek_v3"}
-"""Those whose layers all have full attention. transformers' GPT-2 looks for padding in every pass, on the host."""
+MOVING_FAMILIES = {"gemma2", "gemma3", "gpt_oss", "qwen3_next", "lfm2", "bamba", "falcon_h1"}
+"""Those with sliding windows or recurrent states whose steps are captured."""
+CAPTURED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "deepseek_v3"} | MOVING_FAMILIES
+"""All of them. transformers' GPT-2 looks for padding in every pass, on the host, and layers of Gemma 4 read the entries
+of others."""

@@ -67,9 +67,9 @@ def model_of(family: str = "llama") -> Any:
     return on_gpu(copy.deepcopy(tiny(family)))
 
 
-def cache_of(method: str, **options: Any) -> KeepCache:
+def cache_of(method: str, family: str = "llama", **options: Any) -> KeepCache:
     return KeepCache(
-        model_of(), method, **{"budget": BUDGET, "checkpoint": "kv", "where": "host", "chunk": 32} | options
+        model_of(family), method, **{"budget": BUDGET, "checkpoint": "kv", "where": "host", "chunk": 32} | options
     )
 
 
@@ -109,6 +109,21 @@ def test_answers_and_drafts_have_the_bits_of_those_without_graphs(
         other = answer(cache_of(method, **METHODS[method]), way)
     assert found.tokens == other.tokens == answer(KeepCache(model_of()), way).tokens
     assert all(map(torch.equal, found.logits, other.logits))
+    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next", "lfm2"])
+def test_drafts_of_models_with_windows_and_recurrent_states(
+    family: str, graphs: list[CapturedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_of(family).generation_config, "prompt_lookup_num_tokens", 0)
+    with noted_drafts() as ours:
+        found = answer(cache_of("h2o+verified:5", family))
+    assert len(graphs) == 1 and graphs[0].replays > found.drafted - RUN
+    with noted_drafts() as theirs, without_graphs():
+        other = answer(cache_of("h2o+verified:5", family))
+    assert found.tokens == other.tokens == answer(KeepCache(model_of(family))).tokens
     assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 

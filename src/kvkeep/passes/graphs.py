@@ -42,11 +42,10 @@ class StepGraph:
 
     def __init__(self, stream: CacheStream) -> None:
         self._stream = stream
-        geometry, layers = stream.geometry, stream.geometry.layers
-        full = [layer.index for layer in geometry.full_layers] == [layer.source for layer in layers]
+        self._windows: list[Any] = [stream.layers[layer.index] for layer in stream.geometry.sliding_layers]
         dropped = stream.checkpoint is None or stream.draft_passes is not None  # drafts leave nothing there
-        dropped = dropped and not (stream.pass_hooks or stream.ledger.records or stream.states)
-        self._possible: bool = stream.streams and full and dropped and geometry.steady(None)
+        dropped = dropped and not (stream.pass_hooks or stream.ledger.records)
+        self._possible: bool = stream.streams and dropped and stream.geometry.steady(None)
         self.settled = True
         """Whether the last pass took as long as later ones will: it was neither compared nor captured."""
         self._model: ModelParts | None = None
@@ -107,6 +106,7 @@ class StepGraph:
             return None
         found = StepLayout(self._model)
         given = [layer.reader.layout(layer) for layer in stream.bounded]
+        given += [one.layout() for one in (*self._windows, *stream.states.values())]
         if stream.positions is not None:
             given.append(stream.positions.layout(stream.length))
         for parts in given:
@@ -147,7 +147,7 @@ class StepGraph:
             graph.replay()
         except BaseException as error:
             torch.cuda.set_stream(before)  # torch leaves the other one where a capture cannot be ended
-            self._undo(cache, length)
+            self._undo(length)
             if not isinstance(error, Exception):
                 raise
             self._ready, self._tried = False, TRIALS
@@ -160,14 +160,19 @@ class StepGraph:
         self._graph, self._logits = graph, logits
         return logits.clone()
 
-    def _undo(self, cache: Any, length: int) -> None:
+    def _undo(self, length: int) -> None:
         """Undo a pass that was captured, and has not run: only numbers of the host have changed."""
-        if self._stream.open:
-            self._stream.roll_back(computed=False)
-        elif (passes := self._stream.draft_passes) is not None:
+        stream = self._stream
+        if stream.open:
+            stream.roll_back(restoring=True, computed=False)
+        elif (passes := stream.draft_passes) is not None:
             passes.forget_from(length)
-        elif (more := self._stream.length - length) > 0:
-            cache.crop(-more)
+        elif stream.length > length:
+            for layer in stream.bounded:
+                layer.truncate(length)
+            stream.forget_from(length)
+        for window in self._windows:
+            window.arrived = length
 
     def _replay(self, ids: Tensor) -> Tensor:
         """Run the graph, and note on the host what the pass has done."""
@@ -178,7 +183,7 @@ class StepGraph:
         stream.begin_forward(ids, None, None, None, replayed=True)
         try:
             self._graph.replay()
-            for layer in stream.bounded:
+            for layer in (*stream.bounded, *self._windows):
                 layer.commit()
             completed = True
         finally:

@@ -93,8 +93,11 @@ class ForwardHooks:
 
     @property
     def masks_itself(self) -> bool:
-        """Whether attention needs no mask, because it is causal and skips padding by itself."""
-        return self.packed or self.sessions[0].stream.masks_itself
+        """Whether attention needs no mask, because it is causal and skips padding by itself, or every window is
+        planned, and a token sees itself elsewhere."""
+        windows = self.geometry.sliding_layers
+        planned = bool(windows) and self._tokens == 1 and all(self.plans(layer.index) for layer in windows)
+        return self.packed or self.sessions[0].stream.masks_itself or planned
 
     # -- a forward pass -----------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class ForwardHooks:
 
     def attends(self, layer_idx: int) -> bool:
         """Return whether a layer's attention is computed here."""
-        return self.packed or self.sessions[0].stream.attends(layer_idx)
+        return self.packed or self.plans(layer_idx) or self.sessions[0].stream.attends(layer_idx)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float

@@ -54,7 +54,7 @@ class CacheStream:
     open = False
     """A pass is in progress or unfinished."""
     first: Tensor | None = None
-    """The first slot of each row that is not padding, (rows,); None without padding."""
+    """In a pass, the first slot of each row that is not padding, (rows,); None without padding."""
 
     def __init__(
         self, method: Method, geometry: ModelGeometry, made: Assembly, rereading: Rereading | None = None
@@ -75,8 +75,8 @@ class CacheStream:
         self.record, self.owner = TextRecord(), PassOwner()
         self.ends = not method.any_length  # its positions are those of the text
         sources = [layer.source for layer in geometry.layers]
-        kinds = ("full", "sliding") if self.exact else ("full",)
-        self._single = [one.index for one in geometry.layers if one.kind in kinds and sources.count(one.index) == 1]
+        kinds = {"full": made.positions is None, "sliding": made.exact or made.device.type == "cuda"}
+        self._single = [one.index for one in geometry.layers if kinds.get(one.kind) and sources.count(one.index) == 1]
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self._latent = made.latent
         self.disk = DiskChecks(partial(_rows_on_disk, made))
@@ -183,8 +183,8 @@ class CacheStream:
             )
         stated = positions if self.ledger.clock is None else None  # else they are the clock's
         self.record.note_pass(given_by_ids(ids, stated, mask, self.length))
-        if positions is None and self.geometry.recurrent_layers:  # Bamba would begin each pass at position 0
-            assert new is not None
+        if positions is None and not replayed and self.geometry.recurrent_layers:
+            assert new is not None  # Bamba would begin each pass at position 0
             positions = torch.arange(self.length, self.length + new.shape[1], device=new.device).unsqueeze(0)
         if not self.streams:
             self.open, self._known = True, self._processed()
@@ -259,7 +259,7 @@ class CacheStream:
         """Whether each layer can plan a token by itself: nothing that layers share changes."""
         if not self.streams:
             return self.masks_itself and self.first is None
-        more = self.positions or self.pass_hooks or self.rehearsing or self._masked
+        more = self.pass_hooks or self.rehearsing or self._masked
         return not more and self.ledger.batch == 1 and self.ledger.visible is None
 
     @outside_inference_mode
@@ -400,7 +400,7 @@ class CacheStream:
             held_bytes = sum(one.resident_bytes + one.compressed_bytes for one in self.holdings)
             self.meter.cache(held_bytes + self._pending_bytes)
             self._pending_bytes = 0
-        self.open = False
+        self.open, self.first = False, None
         if self._drafting:
             return
         length = self._processed()

@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.contracts.checkpoint import Checkpoint
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.part import Site
 from kvkeep.contracts.resident import Resident
 from kvkeep.errors import BudgetError, UnsupportedModelError
@@ -284,10 +285,12 @@ class _Builder:
         bounded already; layers that read another layer's entries hold none; transformers handles all other
         states."""
         stock = DynamicCache(config=self.model.config).layers
+        drops = self.device.type == "cuda" and self.method.exactness is Exactness.LOSSY
+        clock = self.ledger if drops or (self.draft_passes is not None and self.draft_passes.uniform) else None
         layers = [
             full(layer)
             if layer.kind == "full"
-            else SlidingLayer(layer.window)
+            else SlidingLayer(layer.window, clock, drops)
             if layer.kind == "sliding" and layer.window is not None
             else self.states[layer.index]
             if layer.index in self.states

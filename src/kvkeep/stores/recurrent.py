@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class RecurrentState(LinearAttentionLayer):
     """The recurrent state of one layer, as transformers computes it.
 
     A state has up to two tensors: the last inputs of a convolution, (batch, channels, kernel), in the model's dtype,
-    and the state of a recurrence, (batch, heads, ...), in float32. A pass replaces both, so tokens cannot be removed;
+    and the state of a recurrence, (batch, heads, ...), in float32. A pass overwrites both, so tokens cannot be removed;
     a copy of an earlier state can be restored. elements: of both tensors of one row; None: not known. in_order: the
     module computes in the order of the text, so that no bit depends on how many tokens are read at once.
     """
@@ -90,11 +90,12 @@ class RecurrentState(LinearAttentionLayer):
         for tensors of other names, sizes or dtypes."""
         self._check(state)
         self._cut = True
-        empty = dict.fromkeys(range(self.number_of_states))
+        empty, before = dict.fromkeys(range(self.number_of_states)), dict(self._named())
         self.conv_states, self.recurrent_states = dict(empty), dict(empty)
         for name, tensor in state.items():
             _, kind, number = name.split(".")
-            (self.conv_states if kind == "conv" else self.recurrent_states)[int(number)] = tensor.clone()
+            held = self.conv_states if kind == "conv" else self.recurrent_states
+            held[int(number)] = _copied(tensor, before.get(name))
         self.is_conv_states_initialized = {number: one is not None for number, one in self.conv_states.items()}
         self.is_recurrent_states_initialized = {
             number: one is not None for number, one in self.recurrent_states.items()
@@ -116,6 +117,11 @@ class RecurrentState(LinearAttentionLayer):
             self.conv_states = {
                 number: None if conv is None else conv.clone() for number, conv in other.conv_states.items()
             }
+
+    def layout(self) -> Sequence[Tensor] | None:
+        """Return the state's tensors, which every pass over a token writes in place; None where it does not: before the
+        first token, and while inputs are recorded."""
+        return None if self.record_past or not self.rows else [tensor for _, tensor in self._named()]
 
     def note(self) -> None:
         """Keep a copy of the present state, until :meth:`forget_drafts` or :meth:`go_back`."""
@@ -197,3 +203,10 @@ class RecurrentState(LinearAttentionLayer):
         convs = [(conv, self.conv_kernel_size[number]) for number, conv in self.conv_states.items() if conv is not None]
         enough = all(conv.shape[-1] >= kernel + tokens for conv, kernel in convs)
         return self.record_past and self.is_croppable and (enough or not self._cut)
+
+
+def _copied(state: Tensor, before: Tensor | None) -> Tensor:
+    """Return a copy of a state, on a GPU in the memory of the one ``before``, where a graph of CUDA finds it."""
+    if before is None or before.device.type == "cpu" or before.requires_grad or before.shape != state.shape:
+        return state.clone()
+    return before.copy_(state)

@@ -12,24 +12,35 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.contracts.entries import EntryState
 from kvkeep.geometry import spare_rows, window_rows
-from kvkeep.memory.meter import storage_bytes
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 class SlidingLayer(CacheLayerMixin):
     """An exact layer in which a token sees itself and the ``window`` - 1 tokens before it. Its memory has rows for
     further entries, so that a step copies one. Without a free row, the entries move to new memory; the former stays as
-    it was, for those who noted it (:func:`noted`)."""
+    it was, for those who noted it (:func:`noted`).
+
+    clock: the ledger that numbers tokens, where steps may be :attr:`uniform`. Without a free row, the entries then move
+    within the memory, unless it is noted.
+    """
 
     is_croppable = True
     is_sliding = True
     supports_early_init = False
     is_kvkeep = True
-    compressed_bytes = bookkeeping_bytes = 0
+    compressed_bytes = 0
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, clock: Ledger | None = None, uniform: bool = False) -> None:
         self.is_initialized = False  # transformers' constructor also sets keys and values
-        self.sliding_window, self.arrived = window, 0
+        self.sliding_window, self.arrived, self._clock = window, 0, clock
+        self.uniform = uniform
+        """Whether the steps of single tokens have the same numbers and memory, so that a graph can repeat them: on a
+        GPU, with a method that drops entries, or in drafts."""
+        self._noted = False  # whether the memory must stay as it is, for those who noted it
+        self._slots: Tensor | None = None  # of each row of the memory, on the device, for steps with the same numbers
+        self._numbered: int | None = None  # the first of these slots
         self._memory: tuple[Tensor, Tensor, int] | None = None  # keys, values, and the slot of the first row
         self._recorded: int | None = None  # the number of tokens to which the text may be cropped
         self._before_drafts: int | None = None  # the same, while drafts are expected, as the caller set it
@@ -86,21 +97,37 @@ class SlidingLayer(CacheLayerMixin):
         rows = slice(max(0, slot - first), self.arrived - first)
         return keys[:, :, rows], values[:, :, rows]
 
-    def _hold(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
-        """Copy the last entries of the text to new memory, with at least ``spare`` rows behind them."""
+    def _hold(
+        self, keys: Tensor, values: Tensor, spare: int = 0, kept: tuple[Tensor, Tensor, int] | None = None
+    ) -> None:
+        """Copy the last entries of the text to new memory, with at least ``spare`` rows behind them, and from there to
+        ``kept``, earlier memory, if it has as many rows. Where steps may be uniform, an entry's row follows from its
+        slot, so that their bits do not depend on how the entries came here."""
         count = keys.shape[2]
         rows = max(window_rows(self.sliding_window, self.arrived + spare), count + spare)
+        before = 0 if self._clock is None else (self.arrived - count) % spare_rows(self.sliding_window)
+        before = before if before + count + spare <= rows else 0
         with torch.inference_mode(False):  # tensors created in it are read-only outside
-            made = [part.new_empty(*part.shape[:2], rows, part.shape[3]) for part in (keys, values)]
+            # Uniform steps give rows without an entry the weight 0, so these must have finite numbers.
+            made = [part.new_zeros(*part.shape[:2], rows, part.shape[3]) for part in (keys, values)]
         for memory, part in zip(made, (keys, values), strict=True):
-            memory[:, :, :count] = part
-        self._memory = made[0], made[1], self.arrived - count
+            memory[:, :, before : before + count] = part
+        first = self.arrived - count - before
+        self._memory = made[0], made[1], first
+        if kept is not None and [one.shape for one in kept[:2]] == [one.shape for one in made]:
+            for memory, part in zip(kept, made, strict=False):
+                memory.copy_(part)
+            self._memory = kept[0], kept[1], first  # last, because an interrupt may come before
+        self._noted = False
 
-    def _reserve(self, count: int) -> None:
+    def _kept(self) -> tuple[Tensor, Tensor, int] | None:
+        """Return the memory if further entries may be moved within it."""
+        return None if self._clock is None or self._noted else self._memory
+
+    def reserve(self, count: int) -> None:
         """Make room for ``count`` more entries."""
-        assert self._memory is not None
-        if self.arrived + count - self._memory[2] > self._memory[0].shape[2]:
-            self._hold(*self._from(self.first), count)
+        if self._memory is not None and self.arrived + count - self._memory[2] > self._memory[0].shape[2]:
+            self._hold(*self._from(self.first), count, self._kept())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the memory takes its shape from the first entries."""
@@ -111,32 +138,69 @@ class SlidingLayer(CacheLayerMixin):
         seen = self.arrived - self.sliding_window + 1  # the first slot that the new tokens see
         learns = torch.is_grad_enabled() and key_states.requires_grad  # what backward needs must not be overwritten
         if self._memory is not None and count <= spare_rows(self.sliding_window) and not learns:
-            self._reserve(count)
+            self.reserve(count)
             keys, values, first = self._memory
             rows = slice(self.arrived - first, self.arrived - first + count)
             keys[:, :, rows], values[:, :, rows] = key_states, value_states
             self.arrived += count
             return self._from(seen)
-        first = self.arrived if self._memory is None else self.first
+        first, kept = self.arrived if self._memory is None else self.first, None if learns else self._kept()
         if self._memory is not None:
             keys, values = self._from(first)
             key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
         self._memory = key_states, value_states, first
         self.arrived += count
         found = self._from(seen)
-        self._hold(*self._from(self.first))
+        self._hold(*self._from(self.first), kept=kept)
         return found
 
     def plan(self, count: int = 1) -> LayerStep | None:
-        """Return the step for the next ``count`` entries of one row; None where there are several rows, or on a GPU."""
-        if self._memory is None or len(self._memory[0]) > 1 or not self._memory[0].is_cpu:
+        """Return the step for the next ``count`` entries of one row; None where there are several rows, or on a GPU,
+        unless steps are :attr:`uniform`."""
+        if self._memory is None or len(self._memory[0]) > 1:
             return None
-        self._reserve(count)
+        if self.uniform:
+            return self._plan_uniformly() if count == 1 else None
+        if not self._memory[0].is_cpu:
+            return None
+        self.reserve(count)
         keys, values, first = self._memory
         row = self.arrived - first
         spans = [Span(keys, values, 0, row + count)]
         append = Destination(keys, values, row)
         return LayerStep(append, self.arrived, attend=spans, tokens=count, window=self.sliding_window, first=first)
+
+    def _plan_uniformly(self) -> LayerStep:
+        """Return the step for the next entry, with the numbers that every other step has: its row is a tensor, and a
+        mask on the device says which rows it attends to."""
+        assert self._memory is not None and self._clock is not None
+        slots = self._rows()
+        (keys, values, _), slot = self._memory, self._clock.number(self.arrived)
+        seen = ((slots <= slot) & (slots > slot - self.sliding_window)).expand(keys.shape[1], -1)
+        spans = [Span(keys, values, 0, len(slots))]
+        return LayerStep(Destination(keys, values), slot, attend=spans, seen=seen, place=slot - slots[:1])
+
+    def _rows(self) -> Tensor:
+        """Make room for an entry, and return the slot of each row, (rows,) int32, in the same memory as before if there
+        are as many rows."""
+        self.reserve(1)
+        assert self._memory is not None
+        keys, _, first = self._memory
+        if self._slots is None or len(self._slots) != keys.shape[2]:
+            self._slots, self._numbered = torch.empty(keys.shape[2], dtype=torch.int32, device=keys.device), None
+        if self._numbered != first:
+            self._numbered = None  # an interrupt may come
+            torch.arange(first, first + keys.shape[2], out=self._slots)
+            self._numbered = first
+        return self._slots
+
+    def layout(self) -> Sequence[Any] | None:
+        """Make room for an entry, and return the tensors of its step (:meth:`plan`); None while more tokens need more
+        memory, and where :meth:`plan` has other steps."""
+        if not self.uniform or self._memory is None or len(self._memory[0]) > 1:
+            return None
+        slots = self._rows()
+        return None if len(slots) != window_rows(self.sliding_window) else [*self._memory[:2], slots]
 
     def follows(self, step: LayerStep) -> int | None:
         """Return how many tokens after ``step``, which was planned earlier, the same step comes next; None where other
@@ -195,6 +259,10 @@ class SlidingLayer(CacheLayerMixin):
     def resident_bytes(self) -> int:
         return 0 if self._memory is None else storage_bytes(*self._memory[:2])
 
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return nbytes(self._slots)
+
     def entry_states(self, length: int, batch: int) -> Tensor:
         heads = 1 if self._memory is None else self._memory[0].shape[1]
         codes = torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
@@ -225,9 +293,10 @@ class WindowState:
     arrived: int
     recorded: int | None
 
-    def restore(self) -> None:
-        """Restore this state in the layer."""
+    def restore(self, again: bool = False) -> None:
+        """Restore this state in the layer. again: this may be done once more."""
         self.layer._memory, self.layer.arrived, self.layer._recorded = self.memory, self.arrived, self.recorded
+        self.layer._noted = again
 
 
 def sliding_layers(cache: Any) -> list[SlidingLayer]:
@@ -237,4 +306,6 @@ def sliding_layers(cache: Any) -> list[SlidingLayer]:
 
 def noted(layers: Sequence[SlidingLayer]) -> list[WindowState]:
     """Return the present states of layers."""
+    for layer in layers:
+        layer._noted = True
     return [WindowState(layer, layer._memory, layer.arrived, layer._recorded) for layer in layers]

@@ -49,6 +49,9 @@ class DraftPasses:
             self.first = torch.zeros(1, dtype=torch.int64, device=self.device) if self.first is None else self.first
             self.first.fill_(self.ledger.length)
         self.begun, self._before, self.active = self.ledger.length, [], True
+        for window in self.windows:
+            window.reserve(self.tail)
+            window.uniform = self.uniform
         self._before = noted(self.windows)
         for state in self.states.values():
             state.note()
@@ -64,6 +67,7 @@ class DraftPasses:
             return
         for window in self._before:
             window.restore()
+            window.layer.uniform = False
         for state in self.states.values():
             state.go_back()
         self.forget_from(self.begun)

@@ -52,7 +52,7 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
         for layer in layers:
             layer.pending, layer.reader.waiting = None, 0
         for window in windows:
-            window.restore()
+            window.restore(again=True)
         for state, copy in states:
             state.restore(copy, length)
         cache.ledger.truncate(length)
