@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.geometry import window_rows
+from kvkeep.memory.ledger import Ledger
 from kvkeep.models.loading import load
 from kvkeep.stores.sliding import SlidingLayer, noted
 
@@ -32,8 +33,28 @@ def read(layer: SlidingLayer, count: int) -> None:
     assert layer.get_seq_length() == stop
 
 
+def of(window: int, uniform: bool) -> SlidingLayer:
+    return SlidingLayer(window, Ledger(records=False) if uniform else None, uniform)
+
+
+def run_uniformly(layer: SlidingLayer) -> None:
+    """Take the next entry by a step whose row is a tensor."""
+    start, step = layer.arrived, layer.plan()
+    assert step is not None and step.place is not None and step.seen is not None and layer.plan(2) is None
+    (span,), row = step.attend, int(step.place)
+    assert (span.start, span.stop) == (0, step.append.keys.shape[2])
+    step.append.keys[:, :, row], step.append.values[:, :, row] = KEYS[:, :, start], -KEYS[:, :, start]
+    layer.commit()
+    assert torch.isfinite(span.keys).all() and torch.equal(step.seen[0], step.seen[1])
+    check([part[:, :, step.seen[0]] for part in (span.keys, span.values)], layer, start)
+
+
 def run(layer: SlidingLayer, count: int) -> None:
     """Take the next entries by a planned step."""
+    if layer.uniform:
+        for _ in range(count):
+            run_uniformly(layer)
+        return
     start = layer.arrived
     step = layer.plan(count)
     assert step is not None and step.slot == start and layer.follows(step) == 0
@@ -59,10 +80,11 @@ def check(found: Any, layer: SlidingLayer, start: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     window=st.sampled_from([1, 2, 8, 40, 300]),
+    uniform=st.booleans(),
     acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(1, 90)), max_size=12),
 )  # fmt: skip
-def test_tokens_see_their_window_whatever_came_before(window: int, acts: list[tuple[str, int]]) -> None:
-    layer = SlidingLayer(window)
+def test_tokens_see_their_window_whatever_came_before(window: int, uniform: bool, acts: list[tuple[str, int]]) -> None:
+    layer = of(window, uniform)
     read(layer, 3)
     for act, count in acts:
         count = min(count, 600 - layer.arrived - 20)
@@ -90,7 +112,7 @@ def test_tokens_see_their_window_whatever_came_before(window: int, acts: list[tu
             before.restore()
             assert layer.arrived == start
         else:
-            state, other = {name: part.clone() for name, part in layer.state().items()}, SlidingLayer(window)
+            state, other = {name: part.clone() for name, part in layer.state().items()}, of(window, uniform)
             other.restore(state, layer.arrived)
             layer = other
         assert layer._memory is not None
@@ -144,6 +166,27 @@ def test_several_rows_and_a_gpu_plan_no_steps() -> None:
     before = several.keys.clone()
     several.select(torch.tensor([1, 1, 0]))
     assert several.rows == 3 and torch.equal(several.keys[:2], before)
+
+
+def test_uniform_steps_have_the_same_memory_unless_it_is_noted() -> None:
+    """While the entries move within it. Their rows follow from their slots."""
+    layer, other = of(100, True), of(100, True)
+    assert layer.layout() is None and layer.bookkeeping_bytes == 0
+    read(layer, 60)
+    assert layer.layout() is None
+    read(layer, 140)
+    (keys, values, slots), place = layer.layout() or (), layer.plan().place
+    assert layer.bookkeeping_bytes == slots.nbytes == 4 * window_rows(100)
+    for count in [1] * 60 + [30, 1]:
+        read(layer, count) if count > 1 else run(layer, 1)
+        assert all(one is two for one, two in zip(layer.layout() or (), (keys, values, slots), strict=True))
+    other.restore(layer.state(), layer.arrived)
+    assert int(place) == 200 - 100 and torch.equal(layer.plan().place, other.plan().place)
+    (before,) = noted([layer])
+    run(layer, 60)
+    assert layer._memory is not None and layer._memory[0] is not keys
+    before.restore()
+    check((layer.keys, layer.values), layer, layer.arrived)
 
 
 # -- in a cache -------------------------------------------------------------------------------------------
