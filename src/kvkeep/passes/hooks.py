@@ -93,11 +93,12 @@ class ForwardHooks:
 
     @property
     def masks_itself(self) -> bool:
-        """Whether attention needs no mask, because it is causal and skips padding by itself, or every window is
-        planned, and a token sees itself elsewhere."""
+        """Whether attention needs no mask, because it is causal and skips padding by itself, or because the windows of
+        a single token are planned."""
         windows = self.geometry.sliding_layers
-        planned = bool(windows) and self._tokens == 1 and all(self.plans(layer.index) for layer in windows)
-        return self.packed or self.sessions[0].stream.masks_itself or planned
+        if self.packed or self.sessions[0].stream.masks_itself:
+            return True
+        return bool(windows) and self._tokens == 1 and all(self.plans(layer.index) for layer in windows)
 
     # -- a forward pass -----------------------------------------------------------------------------
 
