@@ -21,7 +21,7 @@ from kvkeep.passes.graphs import StepGraph
 from kvkeep.step import choice
 from kvkeep.step.constants import Constants, on_device
 from kvkeep.step.plan import Span
-from kvkeep.stores.sliding import sliding_layers
+from kvkeep.stores.sliding import UniformSteps, sliding_layers
 
 
 def test_equal_numbers_are_in_the_memory_of_the_pass_before() -> None:
@@ -81,7 +81,7 @@ def test_passes_that_are_compared_launch_kernels_with_the_same_numbers(
     ours.graph = StepGraph(ours.stream)
     for one in (ours, theirs):
         for window in sliding_layers(one):
-            window._clock, window.uniform = one.ledger, True
+            window._steps, window.uniform = UniformSteps(one.ledger), True
         step(model, one, ids[:, :30].to(DEVICE))
     passes = []
     for token in ids[0, 30 : 31 + graphs.TRIALS].tolist():

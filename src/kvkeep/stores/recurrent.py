@@ -94,8 +94,8 @@ class RecurrentState(LinearAttentionLayer):
         self.conv_states, self.recurrent_states = dict(empty), dict(empty)
         for name, tensor in state.items():
             _, kind, number = name.split(".")
-            held = self.conv_states if kind == "conv" else self.recurrent_states
-            held[int(number)] = _copied(tensor, before.get(name))
+            states = self.conv_states if kind == "conv" else self.recurrent_states
+            states[int(number)] = _copied(tensor, before.get(name))
         self.is_conv_states_initialized = {number: one is not None for number, one in self.conv_states.items()}
         self.is_recurrent_states_initialized = {
             number: one is not None for number, one in self.recurrent_states.items()

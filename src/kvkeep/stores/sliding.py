@@ -17,6 +17,42 @@ from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.step.plan import Destination, LayerStep, Span
 
 
+class UniformSteps:
+    """Steps of a window with the same numbers for every token: the row of the new entry is a tensor, and a mask on the
+    device says which rows the token attends to. clock: numbers the tokens; None: there are no such steps."""
+
+    def __init__(self, clock: Ledger | None) -> None:
+        self._clock = clock
+        self._slots: Tensor | None = None  # of each row
+        self._first: int | None = None  # the first of these slots
+
+    def slots(self, keys: Tensor, first: int) -> Tensor:
+        """Return the slot of each row of ``keys``, (rows,) int32, the first of which is ``first``. It is the same
+        tensor as before, if there are as many rows."""
+        rows = keys.shape[2]
+        if self._slots is None or len(self._slots) != rows:
+            self._slots, self._first = torch.empty(rows, dtype=torch.int32, device=keys.device), None
+        if self._first != first:
+            self._first = None  # an interrupt may come
+            torch.arange(first, first + rows, out=self._slots)
+            self._first = first
+        return self._slots
+
+    def next(self, memory: tuple[Tensor, Tensor, int], arrived: int, window: int) -> LayerStep:
+        """Return the step of the token in slot ``arrived``. memory: keys, values, and the slot of the first row."""
+        assert self._clock is not None
+        keys, values, first = memory
+        slots, slot = self.slots(keys, first), self._clock.number(arrived)
+        seen = ((slots <= slot) & (slots > slot - window)).expand(keys.shape[1], -1)
+        spans = [Span(keys, values, 0, len(slots))]
+        return LayerStep(Destination(keys, values), slot, attend=spans, seen=seen, place=slot - slots[:1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return nbytes(self._slots)
+
+
 class SlidingLayer(CacheLayerMixin):
     """An exact layer in which a token sees itself and the ``window`` - 1 tokens before it. Its memory has rows for
     further entries, so that a step copies one. Without a free row, the entries move to new memory; the former stays as
@@ -35,12 +71,11 @@ class SlidingLayer(CacheLayerMixin):
     def __init__(self, window: int, clock: Ledger | None = None, uniform: bool = False) -> None:
         self.is_initialized = False  # transformers' constructor also sets keys and values
         self.sliding_window, self.arrived, self._clock = window, 0, clock
+        self._steps = UniformSteps(clock)
         self.uniform = uniform
         """Whether the steps of single tokens have the same numbers and memory, so that a graph can repeat them: on a
         GPU, with a method that drops entries, or in drafts."""
         self._noted = False  # whether the memory must stay as it is, for those who noted it
-        self._slots: Tensor | None = None  # of each row of the memory, on the device, for steps with the same numbers
-        self._numbered: int | None = None  # the first of these slots
         self._memory: tuple[Tensor, Tensor, int] | None = None  # keys, values, and the slot of the first row
         self._recorded: int | None = None  # the number of tokens to which the text may be cropped
         self._before_drafts: int | None = None  # the same, while drafts are expected, as the caller set it
@@ -115,19 +150,20 @@ class SlidingLayer(CacheLayerMixin):
         first = self.arrived - count - before
         self._memory = made[0], made[1], first
         if kept is not None and [one.shape for one in kept[:2]] == [one.shape for one in made]:
-            for memory, part in zip(kept, made, strict=False):
+            for memory, part in zip(kept[:2], made, strict=True):
                 memory.copy_(part)
             self._memory = kept[0], kept[1], first  # last, because an interrupt may come before
         self._noted = False
 
+    @property
     def _kept(self) -> tuple[Tensor, Tensor, int] | None:
-        """Return the memory if further entries may be moved within it."""
+        """The memory, if entries may be moved within it."""
         return None if self._clock is None or self._noted else self._memory
 
     def reserve(self, count: int) -> None:
         """Make room for ``count`` more entries."""
         if self._memory is not None and self.arrived + count - self._memory[2] > self._memory[0].shape[2]:
-            self._hold(*self._from(self.first), count, self._kept())
+            self._hold(*self._from(self.first), count, self._kept)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the memory takes its shape from the first entries."""
@@ -144,7 +180,7 @@ class SlidingLayer(CacheLayerMixin):
             keys[:, :, rows], values[:, :, rows] = key_states, value_states
             self.arrived += count
             return self._from(seen)
-        first, kept = self.arrived if self._memory is None else self.first, None if learns else self._kept()
+        first, kept = self.arrived if self._memory is None else self.first, None if learns else self._kept
         if self._memory is not None:
             keys, values = self._from(first)
             key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
@@ -160,7 +196,8 @@ class SlidingLayer(CacheLayerMixin):
         if self._memory is None or len(self._memory[0]) > 1:
             return None
         if self.uniform:
-            return self._plan_uniformly() if count == 1 else None
+            self.reserve(1)
+            return self._steps.next(self._memory, self.arrived, self.sliding_window) if count == 1 else None
         if not self._memory[0].is_cpu:
             return None
         self.reserve(count)
@@ -170,37 +207,15 @@ class SlidingLayer(CacheLayerMixin):
         append = Destination(keys, values, row)
         return LayerStep(append, self.arrived, attend=spans, tokens=count, window=self.sliding_window, first=first)
 
-    def _plan_uniformly(self) -> LayerStep:
-        """Return the step for the next entry, with the numbers that every other step has: its row is a tensor, and a
-        mask on the device says which rows it attends to."""
-        assert self._memory is not None and self._clock is not None
-        slots = self._rows()
-        (keys, values, _), slot = self._memory, self._clock.number(self.arrived)
-        seen = ((slots <= slot) & (slots > slot - self.sliding_window)).expand(keys.shape[1], -1)
-        spans = [Span(keys, values, 0, len(slots))]
-        return LayerStep(Destination(keys, values), slot, attend=spans, seen=seen, place=slot - slots[:1])
-
-    def _rows(self) -> Tensor:
-        """Make room for an entry, and return the slot of each row, (rows,) int32, in the same memory as before if there
-        are as many rows."""
-        self.reserve(1)
-        assert self._memory is not None
-        keys, _, first = self._memory
-        if self._slots is None or len(self._slots) != keys.shape[2]:
-            self._slots, self._numbered = torch.empty(keys.shape[2], dtype=torch.int32, device=keys.device), None
-        if self._numbered != first:
-            self._numbered = None  # an interrupt may come
-            torch.arange(first, first + keys.shape[2], out=self._slots)
-            self._numbered = first
-        return self._slots
-
     def layout(self) -> Sequence[Any] | None:
         """Make room for an entry, and return the tensors of its step (:meth:`plan`); None while more tokens need more
         memory, and where :meth:`plan` has other steps."""
         if not self.uniform or self._memory is None or len(self._memory[0]) > 1:
             return None
-        slots = self._rows()
-        return None if len(slots) != window_rows(self.sliding_window) else [*self._memory[:2], slots]
+        self.reserve(1)
+        keys, values, first = self._memory
+        slots = self._steps.slots(keys, first)
+        return None if len(slots) != window_rows(self.sliding_window) else [keys, values, slots]
 
     def follows(self, step: LayerStep) -> int | None:
         """Return how many tokens after ``step``, which was planned earlier, the same step comes next; None where other
@@ -261,7 +276,7 @@ class SlidingLayer(CacheLayerMixin):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        return nbytes(self._slots)
+        return self._steps.nbytes
 
     def entry_states(self, length: int, batch: int) -> Tensor:
         heads = 1 if self._memory is None else self._memory[0].shape[1]
