@@ -363,7 +363,7 @@ def handed_on(source: str, target: str) -> bool:
 def taken(name: str, family: str) -> bool:
     """Tell whether a case works on a family."""
     case = CASES[name]
-    kind = str(case.options.get("checkpoint", case.spec.partition("+checkpoint:")[2]))
+    kind = str(case.options.get("checkpoint", case.spec.partition("+checkpoint:")[2].partition("+")[0]))
     return family in case.families and kind not in REFUSES.get(family, ())
 
 

@@ -46,10 +46,12 @@ def test_head_weights_times_input_equal_the_inputs_of_attention(family: str) -> 
     with inputs(weights) as taken, watching(lambda attended: shown.append((taken.pop(attended.layer), attended))):
         bind(model).decoder(input_ids=ids, use_cache=False)
     assert not taken
-    normed = family in ("qwen3", "qwen3_moe", "gemma3", "gemma4")
+    normed = family in ("qwen3", "qwen3_moe", "gemma3", "gemma3n", "gemma4")
     for mine, (x, attended) in zip(weights, shown, strict=True):
         made = {name: torch.einsum("td,hed->hte", x[0], part) for name, part in mine.parts.items()}
-        assert set(made) == ({"query"} if family == "gemma4" and mine.layer > 1 else {"query", "key", "value"})
+        assert set(made) == (
+            {"query"} if family in ("gemma3n", "gemma4") and mine.layer > 1 else {"query", "key", "value"}
+        )
         if "value" in made:
             assert (torch.cosine_similarity(made["value"], attended.value[0], -1) > 0.9999).all()
         if normed:

@@ -257,8 +257,8 @@ class SlidingLayer(CacheLayerMixin):
 
     def trim(self) -> None:
         """Release memory that recorded entries needed, once the layer no longer records."""
-        most = window_rows(self.sliding_window, self.arrived)
-        if self._memory is not None and self._memory[0].shape[2] > most and not self.record_past:
+        limit = window_rows(self.sliding_window, self.arrived)
+        if self._memory is not None and self._memory[0].shape[2] > limit and not self.record_past:
             self._hold(*self._from(self.first))
 
     def select(self, index: Tensor) -> None:

@@ -74,12 +74,12 @@ def _gemma3n(facts: Facts) -> Config:
     facts.expect("altup.num_inputs", 4, "runs four streams in this architecture, as llama.cpp does")
     facts.expect("altup.active_idx", 0, "runs the layers on the first stream, as llama.cpp does")
     facts.expect("final_logit_softcapping", 30.0, "caps the logits of this architecture at 30, as llama.cpp does")
-    own = layers - facts.sharing
-    facts.expect("attention.shared_kv_layers", facts.sharing, f"gives {own} of {layers} layers keys of their own")
-    if own < layers and types[own - 2 : own] != ["sliding_attention", "full_attention"]:
+    storing = layers - facts.sharing
+    facts.expect("attention.shared_kv_layers", facts.sharing, f"gives {storing} of {layers} layers keys of their own")
+    if storing < layers and types[storing - 2 : storing] != ["sliding_attention", "full_attention"]:
         raise UnsupportedModelError(
-            f"'{facts.keys.file}' has no sliding layer {own - 2} and full layer {own - 1}, whose keys and values "
-            "llama.cpp takes for the layers after them."
+            f"'{facts.keys.file}' has no sliding layer {storing - 2} and full layer {storing - 1}, whose keys and "
+            "values llama.cpp takes for the layers after them."
         )
     if min(wide) < 2:
         raise facts.keys.damaged(f"its feed_forward_length is {min(wide)}")
