@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import saved
+from families import tiny
 from safetensors.torch import load_file, save_file
 
 from kvkeep.errors import KvkeepError, ModelError, UnsupportedModelError, UsageError
@@ -31,6 +34,23 @@ def test_a_folder_is_loaded_unchanged(model_folder: Path) -> None:
     assert loaded.tokenizer("the of").input_ids
     assert not loaded.model.training
     assert not cache_folder().exists() or not [*cache_folder().iterdir()]  # no copy is made of a folder
+
+
+def test_of_gemma_3n_the_text_part_is_loaded(tmp_path: Path) -> None:
+    """Its other parts need packages for images."""
+    model, folder = tiny("gemma3n"), saved(tiny("gemma3n"), tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    parts = {name.replace("model.", "model.language_model.", 1): weight for name, weight in stored.items()}
+    others = {"model.embed_vision.embedding.weight": torch.zeros(4, 4)}
+    save_file(parts | others, folder / "model.safetensors", {"format": "pt"})
+    about = {name: {"model_type": f"gemma3n_{name}"} for name in ("vision", "audio")}
+    config = {"model_type": "gemma3n", "text_config": json.loads((folder / "config.json").read_text())}
+    config |= {"architectures": ["Gemma3nForConditionalGeneration"], "dtype": "float32"}
+    config |= {f"{name}_config": one for name, one in about.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    found, ids = load(folder, device="cpu").model, torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])

@@ -37,6 +37,9 @@ DEFAULT = "smollm2"
 TOKENIZER_BYTES = 20
 """Memory that reading a tokenizer takes for a byte of tokenizer.json (measured: 17.8)."""
 
+_TEXT_PARTS = {"gemma3n": "gemma3n_text"}
+"""Families of which only the text part is loaded, and its family: transformers builds the others with more packages."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -207,7 +210,9 @@ def _model(source: Source, config: Any, requested: str, device: torch.device) ->
     """Return the model in the ``requested`` format, after a check that it fits into memory."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    options = {"revision": source.revision, "trust_remote_code": False}
+    options: dict[str, Any] = {"revision": source.revision, "trust_remote_code": False}
+    if config.model_type in _TEXT_PARTS.values():
+        options["config"] = config
     if getattr(config, "quantization_config", None) is not None:
         if requested != "auto":
             raise UsageError(
@@ -271,6 +276,9 @@ def _read_config(source: Source) -> Any:
             "kvkeep never runs code from a model's repository."
         )
     check_config(stated, name)
+    if family in _TEXT_PARTS:
+        text = {"dtype": stated.get("dtype", stated.get("torch_dtype"))} | (stated.get("text_config") or {})
+        return AutoConfig.for_model(**text | {"model_type": _TEXT_PARTS[family]})
     # Otherwise transformers prompts on the terminal to run code of the model.
     config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
     family = str(config.model_type)
