@@ -141,7 +141,7 @@ def _numbers(metric: Metric, claim: Claim, judged: Sequence[JudgedCase]) -> str:
         return "".join(f": {text}{' each' if len(judged) > 1 else ''}" for text in texts)
     ends = sorted(judged, key=lambda one: one.found.mean if one.found else 0.0)
     least, greatest = (
-        f"{_one(metric, claim, one)} ({ways([(one.case.name, one.case.budget)])})" for one in (ends[0], ends[-1])
+        f"{_one(metric, claim, one)} for {ways([(one.case.name, one.case.budget)])}" for one in (ends[0], ends[-1])
     )
     return f": from {least} to {greatest}"
 
