@@ -10,8 +10,6 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
   and the number of samples where it is not the same everywhere;
 * ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts, because one cache answers all questions
   about a text;
-* ``against: STORE METRIC AXIS=VALUE METHOD RIVAL; METHOD RIVAL``: a metric of a method less a rival's, on the texts of
-  this value that both have;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
@@ -96,7 +94,7 @@ def _made(found: re.Match[str]) -> str:
     kind, named, before = found.groups()
     makers = {
         "claims": _claims, "numbers": _numbers, "paired": _paired, "bytes": _bytes, "answers": _answers,
-        "scores": _scores, "texts": partial(_scores, by_text=True), "points": _points, "against": _against,
+        "scores": _scores, "texts": partial(_scores, by_text=True), "points": _points,
     }  # fmt: skip
     lines = _which(named, before) if kind == "which" else makers[kind](named)
     return "\n".join([f"<!-- {kind}: {named} -->", *lines, "<!-- end -->"])
@@ -261,29 +259,6 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
             if counted:
                 cells.append(str(len(numbers.get((other, budget), []))) if texts else "-")
         yield _line(f"`{other}`", *cells)
-
-
-def _against(named: str) -> Iterator[str]:
-    first, *others = named.split(";")
-    file, name, where, *pair = first.split()
-    group, (axis, value) = _group(file), where.split("=")
-    metric, measured = group.metric(name), {(one.method, one.budget): one for one in group.measured}
-    form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
-    least, greatest = metric.scale
-    yield _head("method", "rival", "budget", f"{titled(metric)}, method", "rival", "method less rival", "N", left=3)
-    for method, rival in (pair, *(other.split() for other in others)):
-        for budget in _budgets(group):
-            both = measured.get((method, budget)), measured.get((rival, budget))
-            mine, theirs = ({} if one is None else one.samples for one in both)
-            texts = [place for place in mine if place in theirs and json.loads(place[0])[axis] == value]
-            if len(texts) < 2:
-                continue
-            one, other = ([fmean(found[place][name]) for place in texts] for found in (mine, theirs))
-            less = student([a - b for a, b in zip(one, other, strict=True)], scale=(least - greatest, greatest - least))
-            cells = [_shown(student(numbers, scale=metric.scale), form, factor) for numbers in (one, other)]
-            cells.append(_shown(less, form.replace(":", ":+"), factor))
-            count = sum(len(mine[place][name]) for place in texts)
-            yield _line(f"`{method}`", f"`{rival}`", *_percent([budget]), *cells, f"{count} in {len(texts)} texts")
 
 
 def _points(named: str) -> Iterator[str]:
