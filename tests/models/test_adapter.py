@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, tiny
-from transformers import DynamicCache
+from families import FAMILIES, LAYOUTS, tiny
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvkeep import KeepCache, UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
@@ -57,6 +57,21 @@ def test_a_family_whose_entries_differ_is_refused_by_name(monkeypatch: pytest.Mo
     )
     with pytest.raises(UnsupportedModelError, match="'qwen2'.*layer 0 differ.*'kv'"):
         KeepCache(model, "kv-direct", 16, checkpoint="residual", where="host")
+
+
+@torch.no_grad()
+def test_layers_that_call_their_cache_otherwise_are_rebuilt() -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(LAYOUTS["gpt_neox"]()).eval()
+    adapter, ids = bind(model), torch.arange(2, 42).unsqueeze(0)
+    for capability in ("project", "advance", "turn"):
+        adapter.require(capability, [0, 1, 2, 3], "this test")
+    found = []
+    ways: tuple[dict[str, Any], ...] = ({}, {"budget": 16, "checkpoint": "residual", "where": "host"})
+    for options in ways:
+        cache = KeepCache(model, "kv-direct" if options else "full", **options)
+        found.append(torch.cat([model(part, cache=cache).logits for part in ids.split((30, 1, 9), 1)], 1))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_an_attender_is_set_within_its_context_only() -> None:

@@ -116,7 +116,7 @@ class FusedLayer(WithPointers):
         """Runs this layer and those after it that rotate by the same angles; None where an earlier layer runs it."""
 
     @property
-    def alone(self) -> bool:
+    def separate(self) -> bool:
         """Whether its forward does more than a call for several layers."""
         return self.shares or not self.kv_heads or self.parts.recurrent is not None or self.parts.side is not None
 
@@ -388,7 +388,7 @@ def fuse(model: Any, layers: Any) -> int:
     if done and [one.attention.layer_idx for one in done] == [*range(len(layers))]:
         for _, found in groupby(done, functools.partial(_common, model)):
             members = [*found]
-            if not members[0].alone:
+            if not members[0].separate:
                 members[0].group = FusedLayers(members, layers)
         if type(layers) is nn.ModuleList:
             layers.__class__ = FusedList
@@ -399,4 +399,4 @@ def fuse(model: Any, layers: Any) -> int:
 def _common(model: Any, layer: FusedLayer) -> tuple[Any, ...]:
     """Return what layers that run in one call have in common."""
     kind = layer.attention.config.layer_types[layer.attention.layer_idx] if has_kinds(model) else None
-    return kind, layer.alone, layer.hidden, layer.heads, layer.kv_heads, layer.dim, layer.rotation.angles
+    return kind, layer.separate, layer.hidden, layer.heads, layer.kv_heads, layer.dim, layer.rotation.angles

@@ -1,7 +1,7 @@
 """The parts of a decoder layer that the library can run: its matrices and norms, which families name differently.
 
 Only names are compared here. Whether a layer computes what the library does with these parts is seen by a trial
-(fused.py).
+(layer_trial.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _NORMS = (
 )
 """What families call the norms before attention, after it, before the MLP, and after it. Where one norm is both before
 attention and before the MLP, these read the same residual."""
-_SIDE_NORM = "post_per_layer_input_norm"
 _OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
 """The same of norms of queries and keys. The second are computed after the rotation (Hunyuan)."""
+_SIDE_NORM = "post_per_layer_input_norm"
+"""The norm of what a layer makes of its side input."""
 _ATTENTIONS = ("self_attn", "attention", "mixer")
+"""What families call the module of attention."""
 _PROJECTIONS = {"keys": "k_proj", "values": "v_proj", "gates": "gate_proj"}
 """What they call the projections beside that of queries, ``q_proj``."""
 _JOINED = {"qkv_proj": "joined", "query_key_value": "heads"}
