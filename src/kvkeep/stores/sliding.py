@@ -53,30 +53,12 @@ class UniformSteps:
         return nbytes(self._slots)
 
 
-class SlidingLayer(CacheLayerMixin):
-    """An exact layer in which a token sees itself and the ``window`` - 1 tokens before it. Its memory has rows for
-    further entries, so that a step copies one. Without a free row, the entries move to new memory; the former stays as
-    it was, for those who noted it (:func:`noted`).
+class RecordingLayer(CacheLayerMixin):
+    """A layer that knows to how many tokens its text may be cropped."""
 
-    clock: the ledger that numbers tokens, where steps may be :attr:`uniform`. Without a free row, the entries then move
-    within the memory, unless it is noted.
-    """
-
-    is_croppable = True
-    is_sliding = True
-    supports_early_init = False
-    is_kvkeep = True
-    compressed_bytes = 0
-
-    def __init__(self, window: int, clock: Ledger | None = None, uniform: bool = False) -> None:
+    def __init__(self) -> None:
         self.is_initialized = False  # transformers' constructor also sets keys and values
-        self.sliding_window, self.arrived, self._clock = window, 0, clock
-        self._steps = UniformSteps(clock)
-        self.uniform = uniform
-        """Whether the steps of single tokens have the same numbers and memory, so that a graph can repeat them: on a
-        GPU, with a method that drops entries, or in drafts."""
-        self._noted = False  # whether the memory must stay as it is, for those who noted it
-        self._memory: tuple[Tensor, Tensor, int] | None = None  # keys, values, and the slot of the first row
+        self.arrived = 0
         self._recorded: int | None = None  # the number of tokens to which the text may be cropped
         self._before_drafts: int | None = None  # the same, while drafts are expected, as the caller set it
 
@@ -94,12 +76,6 @@ class SlidingLayer(CacheLayerMixin):
         """Set :attr:`record_past`."""
         self.record_past = True
 
-    def record_as(self, other: SlidingLayer) -> None:
-        """Record as ``other``, of whose text this layer holds a copy, and copy the entries that it has recorded."""
-        self._recorded = other._recorded
-        if other.record_past and other.keys is not None and other.values is not None:
-            self._hold(other.keys, other.values)
-
     def expect_drafts(self) -> None:
         """Keep what removing some of the next tokens needs, until :meth:`forget_drafts`."""
         self._before_drafts, self.record_past = self._recorded, True
@@ -108,6 +84,38 @@ class SlidingLayer(CacheLayerMixin):
         """Record again as before :meth:`expect_drafts`."""
         before, self._before_drafts = self._before_drafts, None
         self._recorded = None if before is None else min(before, self.arrived)
+
+
+class SlidingLayer(RecordingLayer):
+    """An exact layer in which a token sees itself and the ``window`` - 1 tokens before it. Its memory has rows for
+    further entries, so that a step copies one. Without a free row, the entries move to new memory; the former stays as
+    it was, for those who noted it (:func:`noted`).
+
+    clock: the ledger that numbers tokens, where steps may be :attr:`uniform`. Without a free row, the entries then move
+    within the memory, unless it is noted.
+    """
+
+    is_croppable = True
+    is_sliding = True
+    supports_early_init = False
+    is_kvkeep = True
+    compressed_bytes = 0
+
+    def __init__(self, window: int, clock: Ledger | None = None, uniform: bool = False) -> None:
+        super().__init__()
+        self.sliding_window, self._clock = window, clock
+        self._steps = UniformSteps(clock)
+        self.uniform = uniform
+        """Whether the steps of single tokens have the same numbers and memory, so that a graph can repeat them: on a
+        GPU, with a method that drops entries, or in drafts."""
+        self._noted = False  # whether the memory must stay as it is, for those who noted it
+        self._memory: tuple[Tensor, Tensor, int] | None = None  # keys, values, and the slot of the first row
+
+    def record_as(self, other: SlidingLayer) -> None:
+        """Record as ``other``, of whose text this layer holds a copy, and copy the entries that it has recorded."""
+        self._recorded = other._recorded
+        if other.record_past and other.keys is not None and other.values is not None:
+            self._hold(other.keys, other.values)
 
     @property
     def first(self) -> int:
