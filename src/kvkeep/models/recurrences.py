@@ -113,7 +113,7 @@ class DeltaNet(Scan):
         """The module as a struct for the kernel."""
         module = self.module
         with torch.no_grad():
-            conv, rate = _taps_first(module.conv1d), module.A_log.float().exp()
+            conv, rate = _taps_first(module.conv1d), module.A_log.double().exp().float()
             bias, norm = module.dt_bias.float(), module.norm.weight.float()
         struct = KvDeltaNet(
             conv=array(conv),
@@ -169,7 +169,7 @@ class Mamba2(Scan):
         """The module as a struct for the kernel."""
         module = self.module
         with torch.no_grad():
-            conv, rate = _taps_first(module.conv1d), module.A_log.float().exp()
+            conv, rate = _taps_first(module.conv1d), module.A_log.double().exp().float()
             step_bias, skip = module.dt_bias.float(), module.D.float()
             conv_bias = None if module.conv1d.bias is None else module.conv1d.bias.float()
             norm = module.norm.weight.float() if self._normed else None
