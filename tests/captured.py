@@ -12,5 +12,5 @@ LENGTH = 97
 MOVING_FAMILIES = {"gemma2", "gemma3", "gpt_oss", "qwen3_next", "lfm2", "bamba", "falcon_h1"}
 """Those with sliding windows or recurrent states whose steps are captured."""
 CAPTURED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "deepseek_v3"} | MOVING_FAMILIES
-"""All of them. transformers' GPT-2 looks for padding in every pass, on the host, and layers of Gemma 4 read the entries
-of others."""
+"""All families whose steps are captured. The others are GPT-2, in which transformers looks for padding on the host in
+every pass, and Gemma 3n and Gemma 4, whose layers read the entries of others."""

@@ -4,8 +4,8 @@ python tools/loading.py FILE [ROUNDS]
 
 Each round starts both once: a Python process that imports kvkeep, loads the file and generates one token, and
 llama-server of ik_llama.cpp (its path in KVKEEP_IK_LLAMA_SERVER), until it answers and has generated one token, without
-and with repacked weights. Memory is Pss, in bytes: with kvkeep without that of the imported libraries, which it says
-apart. Files are read once before, so that they come from the page cache, if it can hold them.
+and with repacked weights. Memory is Pss, in bytes: for kvkeep without that of its imports, which is
+printed beside it. Files are read once before, so that they come from the page cache, if it can hold them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count the cases of BFCL's multi-turn families that a model solves with the full cache: is it able to at all?
+"""Counts the cases of BFCL's multi-turn families that a model solves with the full cache.
 
 Each case has several turns. In a turn the model calls tools until an answer has no call, at most ten times (BFCL: 20),
 and bfcl-eval's simulated programs answer the calls. Its checker judges the case after each turn, and a case ends with

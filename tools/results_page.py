@@ -141,7 +141,7 @@ def _claims(named: str) -> Iterator[str]:
                 one = found[number]
                 counts[one.outcome] += 1
                 judged_here = [text for text in one.ours if not text.startswith("Not measured")]
-                # The verdict says the only outcome. Where cases have several, each keeps its word.
+                # The row's last column names the outcome. If cases have different ones, each keeps its word.
                 ours = " ".join(text if len(judged_here) > 1 else _SAID.sub("", text) for text in one.ours)
                 yield _line(
                     f"[{where}](lab-{name}.jsonl)", _cell(claim.says), _cell(ours) or "-", str(one.samples or "-"),

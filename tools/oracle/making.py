@@ -20,7 +20,7 @@ LETTERS = [chr(33 + number) for number in range(VOCABULARY - len(SPECIAL) - 3)] 
 POSITIONS = 48
 GAIN = 1.5
 WIDEST = 300
-"""Columns that are drawn; those of wider matrices repeat, so that their file packs."""
+"""Columns that are drawn. Those of wider matrices repeat, so that their file compresses well."""
 
 
 def token_ids() -> list[int]:

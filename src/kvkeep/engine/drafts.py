@@ -358,8 +358,8 @@ def _recording(cache: KeepCache) -> list[Any]:
 
 
 def take_back(cache: KeepCache, count: int) -> None:
-    """Remove the last ``count`` tokens, which were drafts. An unfinished pass stays as it is, and so does what a caller
-    records."""
+    """Remove the last ``count`` tokens, which were drafts. An unfinished pass stays as it is, and so does the
+    recording that a caller began."""
     if count and not cache.stream.open:
         cache.crop(-count)
     for part in _recording(cache):

@@ -18,8 +18,8 @@ from kvkeep.models.norms import ours
 
 
 class Predict:
-    """Replaces ``predict`` of an AltUp module: to each stream it adds multiples of all streams, which the active stream
-    decides."""
+    """Replaces ``predict`` of an AltUp module: to each stream it adds multiples of all streams, with factors that
+    depend on the active stream."""
 
     def __init__(self, module: Any) -> None:
         self.module, config = module, module.config
@@ -48,7 +48,7 @@ class Predict:
 
 @torch.no_grad()
 def replace_altup(model: Any) -> None:
-    """Replace the functions of a model that mix its streams, where they agree."""
+    """Replace ``predict`` of a model's AltUp modules, where both agree."""
     for module in model.modules():
         if not hasattr(module, "prediction_coefs"):
             continue

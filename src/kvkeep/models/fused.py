@@ -41,12 +41,12 @@ from kvkeep.step.scores import CAP
 from kvkeep.step.sinks import sinks_of
 
 _SIDE_WIDTH = "hidden_size_per_layer_input"
-"""The attribute of layers whose second argument is their side input, or None."""
+"""The attribute of layers that take a side input, or None, as their second argument."""
 _TAKEN = {
     "attention_mask", "cache", "layer_past", "position_embeddings", "per_layer_input", "shared_kv_states",
     "mamba_attention_mask",
 }  # fmt: skip
-"""Arguments of layers that their attention does not pass on."""
+"""Arguments of layers that do not reach their attention."""
 
 
 class FusedLayer(WithPointers):
@@ -65,8 +65,8 @@ class FusedLayer(WithPointers):
         first, keys = next(iter(projections.values())), projections.get("keys")
         self.hidden, self.heads = first.in_features, queries // self.dim
         self.gated = 2 if "gates" in projections else int("keys" in projections and first.out_features == 2 * queries)
-        """Whether attention's output is multiplied by gates: 1: the projection of each head's queries is followed by
-        them (Qwen3-Next), 2: they have a projection (AFMoE)."""
+        """Where the gates of attention's output are: 1: after the queries of each head, in their projection
+        (Qwen3-Next); 2: in a projection of their own (AFMoE); 0: there are none."""
         one_of_all = bool({"joined", "heads"} & {*projections})
         key = (first.out_features - queries) // 2 if one_of_all else 0 if keys is None else keys.out_features
         self.kv_heads = key // self.dim
@@ -105,7 +105,7 @@ class FusedLayer(WithPointers):
         self.order = self.parts.orders[0]
         """How attention and the MLP follow each other, as the library numbers it (KvOrder)."""
         if not parts.splits and self.mlp is None:
-            raise TypeError("its MLP is not the library's, and it is not the last part, or reads what attention reads")
+            raise TypeError("its MLP, which reads what attention reads or is not the last part, is not the library's")
         self.shares = bool(getattr(self.attention, "store_full_length_kv", False))
         """Whether later layers read its entries (Gemma 4)."""
         self.window: int | None = None
@@ -117,7 +117,8 @@ class FusedLayer(WithPointers):
 
     @property
     def separate(self) -> bool:
-        """Whether its forward does more than a call for several layers."""
+        """Whether it needs a call of its own: it shares entries with other layers, or has a recurrent module or a side
+        input."""
         return self.shares or not self.kv_heads or self.parts.recurrent is not None or self.parts.side is not None
 
     @functools.cached_property
@@ -247,7 +248,7 @@ class FusedLayer(WithPointers):
         return torch.tensor(scales).to(torch.bfloat16).view(len(positions), 1, -1, 1)
 
     def _recurrent(self, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor | None:
-        """Return the output of the recurrent module beside attention, (batch, tokens, hidden)."""
+        """Return the output of the recurrent module beside attention, (batch, tokens, hidden); None without one."""
         if (module := self.parts.recurrent) is None:
             return None
         norm, scale = self._weights["input_norm"], self.parts.recurrent_scale

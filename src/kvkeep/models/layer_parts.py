@@ -40,7 +40,7 @@ _PROJECTIONS = {"keys": "k_proj", "values": "v_proj", "gates": "gate_proj"}
 _JOINED = {"qkv_proj": "joined", "query_key_value": "heads"}
 """What they call one projection of queries, keys and values: of all heads, or head by head."""
 _OUTS = ("o_proj", "out_proj", "dense")
-"""The same of the output projection."""
+"""What they call the output projection."""
 CLIP = "clip_qkv"
 """What they call the bound of queries, keys and values, a field of the config (OLMo)."""
 _MLPS = ("block_sparse_moe", "mlp", "feed_forward", "shared_mlp")
@@ -65,8 +65,8 @@ class LayerParts(NamedTuple):
     attention: Any
     """The module of attention."""
     projections: Mapping[str, PackedLinear]
-    """Those of "queries", "keys", "values" and "gates" that it has; or one of all heads "joined", or of its "heads",
-    one after the other."""
+    """The projections of "queries", "keys", "values" and "gates", as far as the layer has them; or one, either "joined"
+    (all queries, then all keys, then all values) or of "heads" (query, key and value of one head after the other)."""
     out: PackedLinear
     norms: dict[str, Any]
     """The modules of norms by their names in the library's structure, or None."""
@@ -86,7 +86,7 @@ class LayerParts(NamedTuple):
     """What its output is multiplied by before it is added to that of attention."""
     side: Side | None
     drops: bool
-    """Whether it drops numbers in training."""
+    """Whether it has a dropout in training."""
 
     @property
     def splits(self) -> bool:

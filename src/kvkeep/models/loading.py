@@ -38,7 +38,7 @@ TOKENIZER_BYTES = 20
 """Memory that reading a tokenizer takes for a byte of tokenizer.json (measured: 17.8)."""
 
 _TEXT_PARTS = {"gemma3n": "gemma3n_text"}
-"""Families of which only the text part is loaded, and its family: transformers builds the others with more packages."""
+"""Families of which only the text part is loaded, and its family: transformers needs more packages for other parts."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _UNNAMED_EPS = 1e-5
 
 class FusedNorm(WithPointers):
     """The forward of a norm by the kernel. offset: what is added to the weights. centred: whether it subtracts the mean
-    (LayerNorm)."""
+    (LayerNorm). width: of its rows."""
 
     def __init__(self, norm: Any, offset: float, centred: bool, width: int) -> None:
         self.norm, self.offset, self.centred, self._width = norm, offset, centred, width
@@ -94,7 +94,7 @@ _VERSION = attrgetter("_version")
 
 @torch.no_grad()
 def fuse_norm(norm: Any, width: int | None = None) -> None:
-    """Replace the forward of a norm by the kernel, where they agree. width: of its rows, if the module does not tell
+    """Replace the forward of a norm by the kernel, where they agree. width: of its rows, if the module does not state
     it. Raises AttributeError, TypeError or RuntimeError for a module of another kind."""
     if [*inspect.signature(type(norm).forward).parameters][2:]:  # a norm with a gate
         return

@@ -127,7 +127,7 @@ static void scale_row(float by, int64_t width, bf16* y) {
   for (int64_t i = 0; i < width; i++) y[i] = narrow(widen(y[i]) * by);
 }
 
-// Bounds a row, in place.
+// Clips a row to -bound .. bound, in place. 0: there is no bound.
 static void clip_row(float bound, int64_t width, bf16* y) {
   if (bound == 0.0f) return;
   const bf16 least = narrow(-bound), greatest = narrow(bound);
@@ -158,8 +158,7 @@ static void open_gates(const bf16* attended, int64_t width, bf16* y) {
   }
 }
 
-// The complement of the error function at x >= 0, within 2e-7 of its own size for arguments of moderate size (W. H.
-// Press et al., Numerical Recipes, 6.2).
+// The complementary error function of x >= 0 (W. H. Press et al., Numerical Recipes, 6.2).
 INLINE vf error_complement(vf x) {
   const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
                          0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};

@@ -156,18 +156,17 @@ typedef struct KvMlp {     /* an MLP, a mixture of experts, or a mixture and an 
   int64_t inner;           /* width of the MLP, a multiple of 16; 0: there is none */
   int64_t gated;           /* 1: there are gates, 0: only ups */
   int64_t activation;      /* a KvActivation */
-  float gate_scale;        /* what gates, or ups without gates, are multiplied by before their activation */
-  float scale;             /* what the MLP's output is multiplied by */
+  float gate_scale;        /* factor of gates, or of ups without gates, before their activation */
+  float scale;             /* factor of the MLP's output */
 } KvMlp;
 
 typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvMatrix qkv[4];                /* query, key, value and gate projections, as far as the layer has them, joined where
                                      they are of one kind; in order */
-  int64_t gated;                  /* whether the sigmoid of gates is what attention's output is multiplied by. 1: the
-                                     gates of a head, (dim), follow its queries; 2: those of all heads follow values;
-                                     0: there are none */
+  int64_t gated;                  /* gates, whose sigmoid is a factor of attention's output. 0: there are none; 1: those
+                                     of a head, (dim), follow its queries; 2: those of all heads follow values */
   int64_t by_head;                /* 1: query, key and value of each head follow each other, 0: all queries are first */
-  int64_t values_are_keys;        /* 1: values are what the key projection returns, and have no projection */
+  int64_t values_are_keys;        /* 1: values are copies of projected keys, and have no projection */
   KvMatrix out;                   /* output projection: (hidden, heads * dim) */
   const KvMlp* mlp;               /* what follows attention; null: the caller runs it */
   KvArray qkv_bias[4];            /* (outputs of the matrix) bfloat16; or nothing */
@@ -180,11 +179,11 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   KvNorm post_attention_norm;     /* of the output projection, before the residual is added, (hidden) */
   KvNorm pre_mlp_norm;            /* of what enters the MLP, (hidden) */
   KvNorm post_mlp_norm;           /* of the MLP's output, before the residual is added, (hidden) */
-  KvMatrix side_gate;             /* of a layer that reads a side input, a vector of each token: gates of the residual
-                                     that the MLP was added to, (side, hidden); or nothing. What their activation times
-                                     this input gives is projected and added to that residual */
-  KvMatrix side_projection;       /* (hidden, side); nothing with side_gate */
-  KvNorm side_norm;               /* of what is projected, (hidden) */
+  KvMatrix side_gate;             /* of a layer with a side input, a vector of each token: gates from the residual after
+                                     the MLP, (side, hidden); or nothing. Their activation times the side input is
+                                     projected, and added to the residual */
+  KvMatrix side_projection;       /* (hidden, side); or nothing, as side_gate */
+  KvNorm side_norm;               /* of side_projection's output, (hidden) */
   int64_t side_activation;        /* a KvActivation */
   int64_t hidden;                 /* width of the residual stream */
   int64_t heads;                  /* query heads */
@@ -195,11 +194,11 @@ typedef struct KvLayer {          /* a decoder layer laid out like Llama's */
   int64_t order;                  /* a KvOrder; in turn, where the caller runs the MLP */
   int64_t rotates_first;          /* 1: queries and keys are rotated before their norms, 0: after them */
   float clip;                     /* the bound of queries, keys and values before they are rotated; 0: none */
-  float input_scale;              /* what the norm before attention is multiplied by; 1 without one */
-  float key_scale;                /* what keys are multiplied by before they are rotated */
-  float attention_scale;          /* what attention's output is multiplied by before it is added */
-  float mlp_scale;                /* what the MLP's output is multiplied by before it is added */
-  float output_scale;             /* what the output of the layer is multiplied by; 1 where the caller runs the MLP */
+  float input_scale;              /* factor of the norm before attention; 1 without one */
+  float key_scale;                /* factor of keys before they are rotated */
+  float attention_scale;          /* factor of attention's output before it is added */
+  float mlp_scale;                /* factor of the MLP's output before it is added */
+  float output_scale;             /* factor of the layer's output; 1 where the caller runs the MLP */
   float scaling;                  /* of attention, as KvAttention has it */
   float cap;                      /* the same */
 } KvLayer;
@@ -426,8 +425,8 @@ void kvkeep_move_steps(KvStep* const* steps, int64_t count, int64_t slot, int64_
 KvStatus kvkeep_attend_sessions(KvStep* const* steps, int64_t count, KvArray query, KvArray key, KvArray value,
                                 int64_t tokens, int64_t heads, int by_token, float scaling, float cap, KvArray sinks,
                                 KvArray out, KvArray lse);
-/* Runs `count` layers of the same heads, one after the other, for the tokens of some sessions. layers: (count), which
- * have entries of their own and no side input. steps: (count), tables of step_counts[i] steps. cos, sin: (tokens,
+/* Runs `count` layers of the same heads, one after the other, for the tokens of some sessions. layers: (count), with
+ * entries of their own and no side input. steps: (count), tables of step_counts[i] steps. cos, sin: (tokens,
  * rotated) bfloat16, for all layers that rotate. x: (tokens, hidden) bfloat16, read and written. normed: nothing; or,
  * where the last layer has no MLP here, (tokens, hidden) bfloat16, written: what enters its MLP, whose output is then
  * missing in x. */

@@ -8,7 +8,7 @@
 
 namespace {
 
-// The numbers of a row of projections: of queries and gates, keys, values.
+// How many numbers the projections of a row have: queries and gates, keys, values.
 static int64_t projections(const KvLayer& l) { return ((1 + (l.gated != 0)) * l.heads + 2 * l.kv_heads) * l.dim; }
 static int64_t bytes_before_attention(const KvLayer& l, int64_t rows) { return rows * (l.hidden + projections(l)) * 2; }
 static int64_t bytes_after_attention(const KvLayer& l, int64_t rows) {

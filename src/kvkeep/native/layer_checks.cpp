@@ -89,7 +89,7 @@ bool norm_fits(const KvNorm& n, Wide width, Wide other) {
   return true;
 }
 
-// Whether a layer has what it reads a side input with, or none of it.
+// Whether a layer has the matrices for a side input, or none of them.
 bool side_fits(const KvLayer& l) {
   const int64_t width = l.side_gate.outputs;
   if (!matrices_fit(&l.side_gate, 1, l.hidden, width)) return false;
@@ -106,9 +106,9 @@ bool layer_fits(const KvLayer& l) {
   RULE((l.values_are_keys == 0 || l.values_are_keys == 1) && (l.by_head == 0 || l.by_head == 1) &&
            !(l.values_are_keys && l.gated == 2) &&
            !(l.by_head && (l.gated || l.values_are_keys || l.kv_heads != l.heads)),
-       "projections must be of queries, keys, values and gates, or for each head of one of each of the first three");
-  RULE(l.clip >= 0 && l.clip < __builtin_inff(), "the bound of queries, keys and values must be positive, or 0");
-  RULE(l.input_scale == 1.0f || has(l.input_norm.weight), "only a norm before attention must be multiplied");
+       "projections must be of queries, keys, values and gates, or for each head of a query, key and value");
+  RULE(l.clip >= 0 && l.clip < __builtin_inff(), "the bound of queries, keys and values must be finite, or 0");
+  RULE(l.input_scale == 1.0f || has(l.input_norm.weight), "only a norm before attention may have an input scale");
   RULE(l.output_scale == 1.0f || l.mlp, "a layer must have its MLP");
   if (!cap_fits(l.cap)) return false;
   RULE(l.order == KV_IN_TURN || (l.order > 0 && l.order <= KV_SUMMED_FIRST && l.mlp && has(l.pre_mlp_norm.weight)),
@@ -224,7 +224,7 @@ bool before_mlp_fits(const KvLayer& l, const KvArray& attended, const KvArray& g
        "the attention of a layer must be bfloat16 of each token and head");
   RULE(holds(normed, KV_BFLOAT16, residual.length), "what enters an MLP must be bfloat16 rows of its width");
   RULE(holds_or_nothing(added, KV_BFLOAT16, residual.length),
-       "what is added to attention must be bfloat16 rows of its width");
+       "what is added to attention must be bfloat16 rows of the layer's width");
   return gate_fits(l, rows, gate);
 }
 

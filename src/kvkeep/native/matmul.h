@@ -62,7 +62,7 @@ template <class U> INLINE void fetch_ahead(const uint8_t* panel, int g) {
   UNROLLED for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(panel + AHEAD + g * BYTES + b);
 }
 
-// Sums begin with 0, or with what `out` has, of the groups before.
+// Sums begin with 0, or with those of earlier groups, in `out`.
 enum Start { AT_ZERO, AT_OUT };
 
 // R rows with the units of a panel, NV vectors of outputs from `lane` on; sums in registers. A group has `stride` rows.
@@ -155,7 +155,7 @@ static void tiles_of_panel(const uint8_t* panel, const InputRows& x, int64_t fir
   using U = Unit<KIND>;
   const int64_t units = x.inputs / LAYOUTS[KIND].unit;
   auto tile = [&](int64_t t) { return (const InputGroup*)x.tile(t); };
-  if constexpr (has_codebook(KIND))  // looking codes up takes as long as multiplying some ten rows by them
+  if constexpr (has_codebook(KIND))  // looking codes up takes longer than multiplying a row by them
     if (last - first > 1) {
       using Found = FoundGroup<U::HALVES>;
       alignas(64) uint8_t groups[U::GROUPS * Found::BYTES];
@@ -247,7 +247,7 @@ static TilesOfPanel tiles_of_kind(int64_t kind) {
   }
 }
 
-// Tiles of rows that share the codes of a unit while they are in the nearest cache, where codes have to be looked up.
+// How many tiles of rows are multiplied by the codes of a unit that were looked up once, and are in the nearest cache.
 constexpr int64_t TILES_AT_ONCE = 32;
 
 // Writes the outputs of panels first .. last - 1, of rows that are prepared.

@@ -131,7 +131,7 @@ template <int KIND> INLINE void entries_of_four(I low, const I (&high)[4], I (&e
   constexpr Entries E = LAYOUTS[KIND].entries;
   const I above = iset(((1 << E.high) - 1) << 8);
 #if defined(KVKEEP_AVX512) && !defined(KVKEEP_SIMDE)
-  if constexpr (E.high <= 2) {  // larger codebooks would need more permutations than a gather takes
+  if constexpr (E.high <= 2) {  // larger codebooks would need 32 permutations each time
     UNROLLED for (int i = 0; i < 2; i++) {  // indices i and i + 2, in the halves of a lane
       I index = iand(i ? ishr<8>(low) : low, iset(0x00ff00ff));
       if constexpr (E.high) index = ior(index, ior(iand(high[i], above), ishl<16>(iand(high[i + 2], above))));

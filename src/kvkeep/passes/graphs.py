@@ -61,7 +61,7 @@ class StepGraph:
 
     @property
     def possible(self) -> bool:
-        """Whether the next step may be captured: all layers drop what they evict, or it is a draft."""
+        """Whether the next step may be captured: full layers drop what they evict, or it is a draft."""
         passes = self._stream.draft_passes
         return self._possible and (passes is None or passes.active)
 

@@ -206,7 +206,7 @@ class RecurrentState(LinearAttentionLayer):
 
 
 def _copied(state: Tensor, before: Tensor | None) -> Tensor:
-    """Return a copy of a state, on a GPU in the memory of the one ``before``, where a graph of CUDA finds it."""
+    """Return a copy of a state, on a GPU in the memory of the one ``before``, where a CUDA graph finds it."""
     if before is None or before.device.type == "cpu" or before.requires_grad or before.shape != state.shape:
         return state.clone()
     return before.copy_(state)

@@ -216,8 +216,8 @@ class SlidingLayer(RecordingLayer):
         return LayerStep(append, self.arrived, attend=spans, tokens=count, window=self.sliding_window, first=first)
 
     def layout(self) -> Sequence[Any] | None:
-        """Make room for an entry, and return the tensors of its step (:meth:`plan`); None while more tokens need more
-        memory, and where :meth:`plan` has other steps."""
+        """Make room for an entry, and return the tensors of its step (:meth:`plan`); None until the memory has all of
+        its rows, and where :meth:`plan` has other steps."""
         if not self.uniform or self._memory is None or len(self._memory[0]) > 1:
             return None
         self.reserve(1)
@@ -317,7 +317,7 @@ class WindowState:
     recorded: int | None
 
     def restore(self, again: bool = False) -> None:
-        """Restore this state in the layer. again: this may be done once more."""
+        """Restore this state in the layer. again: whether it may be restored once more."""
         self.layer._memory, self.layer.arrived, self.layer._recorded = self.memory, self.arrived, self.recorded
         self.layer._noted = again
 

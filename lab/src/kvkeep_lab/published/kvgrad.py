@@ -149,7 +149,8 @@ class KVGrad(KVzip):
         return ReconstructionPieces(self.piece, self.sinks, Differentiable, during=going_back)
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Divide evenly, until the text decides. Raises UnsupportedModelError for a model without gradients."""
+        """Divide evenly, until the text decides. Raises UnsupportedModelError for a model without gradients, or
+        with layers whose parts are not found."""
         if model is not None:
             check_gradients(model, geometry, "kvzip")
             for layer in layers_of(decoder_of(model)):

@@ -75,7 +75,7 @@ def describe_default(engine: Engine, pin: Pin | None = None) -> str:
     if engine.capacity is not None:
         name += f"; sessions of endless store at most {engine.capacity:,} older tokens"
     if pin is not None and cache.method.exactness is Exactness.EXACT:
-        name += "; it evicts nothing, so --pin only matters to requests that name a lossy method"
+        name += "; it loses no entry, so --pin only matters to requests that name a lossy method"
     if fitting := engine.arbiter.fitting(cache, tokens):
         return f"{name}; {fitting} conversations of {tokens:,} tokens fit at once, more take turns"
     return f"{name}; a conversation of {tokens:,} tokens does not fit, only shorter ones do"

@@ -106,7 +106,7 @@ def _gemma3n(facts: Facts) -> Config:
 
 
 _SPARSE = 1.6448533535003662
-"""Standard deviations above the mean to which the gates of Gemma 3n's sparse layers must come, to be kept."""
+"""Sparse layers of Gemma 3n keep gates that exceed the mean by so many standard deviations."""
 
 
 def _sparsity(width: int) -> float:
