@@ -39,11 +39,11 @@ class Rotation(NamedTuple):
 
 
 class Rotary:
-    """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear and llama3,
-    and those with one list of factors for all lengths, are computed here in double precision, because torch's
-    single-precision powers differ between processors. Frequencies of other kinds are the module's. halves: the module
-    returns one cosine and one sine for both channels that are rotated together (gpt-oss). spread: it returns those of
-    both beside each other (Command-R)."""
+    """Replaces the forward of a module of rotary embeddings. Frequencies of the kinds default, linear, llama3 and
+    proportional, and those with one list of factors for all lengths, are computed here in double precision, because
+    torch's single-precision powers differ between processors. Frequencies of other kinds are the module's. halves: the
+    module returns one cosine and one sine for both channels that are rotated together (gpt-oss). spread: it returns
+    those of both beside each other (Command-R)."""
 
     def __init__(self, module: nn.Module, halves: bool = False, spread: bool = False) -> None:
         self.module, self.halves, self.spread = module, halves, spread
