@@ -157,7 +157,7 @@ def start(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> Receipt:
 
 def library_computes(model: Any) -> bool:
     """Return whether the library computes all layers, norms and angles of ``model``, its routers and experts among
-    them, without recurrent modules (whose rates are torch's), and the logits are not capped (by torch's tanh). Then
+    them, without recurrent modules (which this does not examine), and the logits are not capped (by torch's tanh). Then
     torch only rounds single elements, with the same result on every processor."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
