@@ -57,12 +57,17 @@ class _Comparison:
     def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=self._generator) * scale).to(torch.bfloat16)
 
+    @property
+    def _form(self) -> tuple[int, bool, bool]:
+        """What modules see of the rotation."""
+        rotation = self.fused.rotation
+        return rotation.angles, rotation.halves, rotation.spread
+
     def same(self, near: float = 0.0) -> bool:
         """Return whether the inputs of attention are equal, and outputs up to ``near`` times the greatest."""
-        rotation = self.fused.rotation
-        if (known := (rotation.angles, rotation.halves, rotation.spread)) not in self._by_modules:
-            self._by_modules[known] = self._run(self.fused.plain)
-        wanted, inputs, options = self._by_modules[known]
+        if self._form not in self._by_modules:
+            self._by_modules[self._form] = self._run(self.fused.plain)
+        wanted, inputs, options = self._by_modules[self._form]
         self.fused.window = options.get("sliding_window")
         found, attended, given = self._run(self.fused)
         if not isinstance(wanted, Tensor) or wanted.shape != found.shape or options != given:
@@ -82,7 +87,7 @@ class _Comparison:
         fused, config = self.fused, self.fused.attention.config
         if not (bound := getattr(config, CLIP, None)):
             return True
-        ((_, (queries, *_), _),) = self._by_modules.values()
+        _, (queries, *_), _ = self._by_modules[self._form]
         try:
             setattr(config, CLIP, float(queries.float().abs().median()))
             self._by_modules = {}
