@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -136,6 +137,19 @@ def test_rows_of_a_padded_batch_have_the_bits_that_they_have_alone(family: str, 
     for row, length in enumerate((45, 30)):
         alone = step(model, KeepCache(model, "full"), ids[row : row + 1, 45 - length :])
         assert torch.equal(alone[0], together[row])
+
+
+def test_changed_weights_count(family: str, models: Any) -> None:
+    """Also with another dtype, where parameters have other memory: the library once read what had been freed."""
+    for change in (lambda model: model.bfloat16(), lambda model: [one.mul_(2) for one in model.parameters()]):
+        model, (ids, _) = copy.deepcopy(models(family)), padded([12])
+        step(model, KeepCache(model, "full"), ids)
+        with torch.no_grad():
+            change(model)
+        kept = [torch.empty_like(one).fill_(7.0) for one in model.parameters() for _ in range(9)]  # in freed memory
+        module = modules_of(model, family)[0]
+        x = torch.randn(1, 9, module.out_proj.out_features).bfloat16()
+        assert torch.equal(vars(module)["forward"](x), MODULES[family][1](module)(x)) and kept
 
 
 def test_another_layout_stays_as_it_is() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -63,6 +64,8 @@ class Scan(WithPointers, ABC):
             raise TypeError("its matrices do not have the shapes of this kind")
         if module.activation != "silu":
             raise TypeError("its activation is not silu")
+        self._places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+        self._read: tuple[list[Any], list[Any]] = [], []  # the parameters as they were read, their memory and versions
 
     @functools.cached_property
     @abstractmethod
@@ -79,6 +82,7 @@ class Scan(WithPointers, ABC):
     ) -> Tensor:
         """Return the module's output, (batch, tokens, hidden_size)."""
         module = self.module
+        self._read_again()
         inputs, gate, *others = self.projected(_unpadded(hidden_states, attention_mask), attention_mask)
         seen = _seen(inputs, cache, module.layer_idx, self.taps)
         known = None if cache is None else cache.get_recurrent_state(module.layer_idx, state_idx=0)
@@ -92,6 +96,16 @@ class Scan(WithPointers, ABC):
         if cache is not None and known is None:
             cache.update_recurrent_state(state, module.layer_idx)
         return module.out_proj(out)
+
+    def _read_again(self) -> None:
+        """Let :attr:`struct` be made again if parameters of the module were replaced, changed or moved: with another
+        dtype, for one, a parameter leaves the memory to which the struct may point."""
+        now = [one for parameters, name in self._places if (one := parameters.get(name)) is not None]
+        state = [(one.data_ptr(), None if one.is_inference() else one._version) for one in now]
+        known, before = self._read
+        if state != before or not all(map(is_, now, known)):
+            self.__dict__.pop("struct", None)
+            self._read = now, state
 
 
 class DeltaNet(Scan):
