@@ -283,6 +283,28 @@ def test_another_factor_of_a_layers_output_counts(made: Any) -> None:
         assert not torch.equal(logits(model, IDS[:1, :9]), before[0])
 
 
+@pytest.mark.parametrize(
+    ("family", "part", "name"),
+    [
+        ("llama", "self_attn", "scaling"), ("granite", "", "residual_multiplier"),
+        ("gemma2", "self_attn", "attn_logit_softcapping"), ("falcon_h1", "", "attn_out_multiplier"),
+        ("falcon_h1", "feed_forward", "down_multiplier"),
+    ],
+)  # fmt: skip
+def test_another_factor_counts(family: str, part: str, name: str, made: Any) -> None:
+    """In prompts, and in steps of all layers, which once used the former one."""
+    model = copy.deepcopy(made(family))
+    caches = [KeepCache(model, "full") for _ in range(2)]
+    for cache in caches:
+        logits(model, IDS[:1, :9], cache=cache)
+    before = logits(model, IDS[:1, :9]), logits(model, IDS[:1, 9:10], cache=caches[0])
+    module = model.model.layers[1].get_submodule(part)
+    setattr(module, name, getattr(module, name) * 4.0)
+    found = logits(model, IDS[:1, :9]), logits(model, IDS[:1, 9:10], cache=caches[1])
+    assert not any(map(torch.equal, before, found))
+    assert_alike(found[0], logits(plain(model), IDS[:1, :9]))
+
+
 def test_layers_of_two_widths_are_calls_of_their_own(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ran = made("gemma4 without values"), list[int]()
     assert [layer.dim for layer in fused(model)] == [16, 32] * 2

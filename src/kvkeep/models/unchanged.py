@@ -12,8 +12,8 @@ from kvkeep.models.norms import FusedNorm, Weights
 
 
 class Unchanged:
-    """What replaced forwards assume: their modules have the parts and weights that they had, and none of these parts
-    has a hook, which only a call of the part would run."""
+    """What replaced forwards assume: their modules have the parts, weights and factors that they had, and none of these
+    parts has a hook, which only a call of the part would run."""
 
     def __init__(self, modules: Sequence[nn.Module], norms: Sequence[FusedNorm] = ()) -> None:
         parts = [part for one in modules for part in one.modules()]
@@ -22,11 +22,18 @@ class Unchanged:
         # Adapters replace modules.
         self._holders = [part._modules for part in parts if part._modules]
         self._before = self._parts()
+        self._numbers = [(part, name) for part in parts for name, one in vars(part).items() if type(one) is float]
+        self._stated = self._factors()
         self._weights = Weights(norms)
 
     def _parts(self) -> list[Any]:
         return [*chain.from_iterable([parts.values() for parts in self._holders])]
 
+    def _factors(self) -> list[Any]:
+        """Return all numbers with a fraction, as scales of scores and of outputs."""
+        return [part.__dict__.get(name) for part, name in self._numbers]
+
     def __call__(self) -> bool:
         """Return whether all of this is so."""
-        return not any(self._hooks) and self._parts() == self._before and self._weights.hold()
+        same = self._parts() == self._before and self._factors() == self._stated
+        return same and not any(self._hooks) and self._weights.hold()
