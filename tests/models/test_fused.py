@@ -295,8 +295,8 @@ def test_another_factor_counts(family: str, part: str, name: str, made: Any) -> 
     """In prompts, and in steps of all layers, which once used the former one."""
     model = copy.deepcopy(made(family))
     caches = [KeepCache(model, "full") for _ in range(2)]
-    for cache in caches:
-        logits(model, IDS[:1, :9], cache=cache)
+    for one in caches:
+        logits(model, IDS[:1, :9], cache=one)
     before = logits(model, IDS[:1, :9]), logits(model, IDS[:1, 9:10], cache=caches[0])
     module = model.model.layers[1].get_submodule(part)
     setattr(module, name, getattr(module, name) * 4.0)
