@@ -103,6 +103,24 @@ def test_tensors_that_llama_cpp_does_not_use_change_nothing(
     assert {one["name"] for one in unused} == {*tensors}
 
 
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("gemma4", {"without": ["rope_freqs.weight"]}, "is damaged: it lacks rope_freqs.weight"),
+        ("gemma4", {"keys": {"gemma4.attention.shared_kv_layers": 4}}, "4 of its 4 layers use the keys of earlier"),
+        ("gemma4", {"keys": {"gemma4.final_logit_softcapping": float("nan")}}, "softcapping is nan, and must be"),
+        ("gemma3n", {"tensors": {"altup_proj.weight": numpy.ones((2, 16, 16), numpy.float32)}}, "states another shape"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_gemma_is_refused_in_a_sentence(
+    name: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain.gguf"
+    plain.write_bytes(lzma.decompress((RECORDS / f"{name}.gguf.xz").read_bytes()))
+    with pytest.raises(ModelError, match=message):
+        load(requantised(plain, tmp_path / "other.gguf", "F32", **changed), device="cpu")
+
+
 def test_as_many_layers_that_draft_as_there_are_is_refused(tmp_path: Path) -> None:
     plain = tmp_path / "plain.gguf"
     plain.write_bytes(lzma.decompress((RECORDS / "qwen3_5.gguf.xz").read_bytes()))

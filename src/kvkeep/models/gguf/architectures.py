@@ -57,7 +57,12 @@ def grouped(heads: int, kv_heads: int) -> Change:
 
 def one_of(count: int, number: int) -> Change:
     """The matrix ``number`` of ``count`` that a tensor stacks, (count, rows, columns)."""
-    return Change(lambda stored: stored[0][number], lambda rows: torch.arange(rows).view(count, -1)[number])
+
+    def order(rows: int) -> Tensor:
+        found = torch.arange(rows)
+        return found if rows % count else found.view(count, -1)[number]  # of another shape: refused later
+
+    return Change(lambda stored: stored[0][number] if len(stored[0]) == count else stored[0], order)
 
 
 def value_heads(facts: Facts, width: int, before: int = 0) -> Tensor:

@@ -134,6 +134,8 @@ def _gemma4(facts: Facts) -> Config:
         raise facts.keys.damaged(
             "its sliding or its full layers differ in their key heads, or it has only one of the two kinds"
         )
+    if not 0 <= facts.sharing < facts.layers:
+        raise facts.keys.damaged(f"{facts.sharing} of its {facts.layers} layers use the keys of earlier ones")
     rotated, theta = int((turned == 1.0).sum()), made["rope_parameters"]["rope_theta"]
     if not bool((turned[:rotated] == 1.0).all() and (turned[rotated:] >= 1e29).all()):
         raise UnsupportedModelError(
@@ -152,7 +154,7 @@ def _gemma4(facts: Facts) -> Config:
         "num_kv_shared_layers": facts.sharing,
         "hidden_size_per_layer_input": parts,
         "vocab_size_per_layer_input": facts.vocabulary,
-        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0) or None,
+        "final_logit_softcapping": positive(facts, "final_logit_softcapping", 30.0, 0.0) or None,
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": rotated / len(turned),

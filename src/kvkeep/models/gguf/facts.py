@@ -163,7 +163,9 @@ class Facts:
         return any(f"blk.{layer}.{name}" in self.tensors for layer in range(self.layers) for name in names)
 
     def values(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor, float32."""
+        """Return the values of a tensor, float32. Raises ModelError if there is none of this name."""
+        if name not in self.tensors:
+            raise self.keys.damaged(f"it lacks {name}")
         return values(self.tensors[name])
 
     @property
