@@ -118,7 +118,10 @@ def going_back(cache: Any, readers: Sequence[Differentiable]) -> Iterator[None]:
 
 def _parts(layer: Any, model_type: str) -> LayerParts:
     try:
-        return parts_of(layer)
+        parts = parts_of(layer)
+        if parts.recurrent is not None or not {"keys", "joined"} & {*parts.projections}:
+            raise TypeError("it has no keys of its own, or a recurrent module beside attention")
+        return parts
     except (AttributeError, TypeError) as error:
         raise UnsupportedModelError(
             f"'kvgrad' does not find the parts of a layer of '{model_type}': {error}; use kvzip."
