@@ -63,8 +63,12 @@ def fixed_runs(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @memoised
-def model_of(family: str = "llama") -> Any:
+def made(family: str) -> Any:
     return on_gpu(copy.deepcopy(tiny(family)))
+
+
+def model_of(family: str = "llama") -> Any:
+    return made(family)
 
 
 def cache_of(method: str, family: str = "llama", **options: Any) -> KeepCache:
