@@ -8,11 +8,13 @@ from functools import cache as memoised
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from captured import LENGTH
 from families import tiny
 from helpers import prompt
 from pretended_gpu import GPU, on_gpu
+from pretended_graphs import CapturedGraph
 from torch import Tensor
 
 from kvkeep import KeepCache, Session, load_session, save_session
@@ -64,6 +66,20 @@ class Twins:
     def each(self, change: Callable[[KeepCache], object]) -> None:
         for one in self.both:
             change(one)
+
+    def interrupt(self, when: str = "after") -> None:
+        """Read a token by a graph, with an interrupt before or after the replay."""
+        replay = CapturedGraph.replay
+
+        def interrupted(graph: CapturedGraph) -> None:
+            if when == "after":
+                replay(graph)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(CapturedGraph, "replay", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                forward_one(self.model, Read(self.with_graphs, [5]))
 
     @property
     def captured(self) -> bool:

@@ -23,6 +23,8 @@ from kvkeep.stores.in_order import Newest
 from kvkeep.stores.layer import Layer
 
 PROMPT, NEW = 45, 4
+PLAIN_PATH = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
+"""The environment of the library's plain path, and torch's."""
 
 
 # -- texts --------------------------------------------------------------------------------------------

@@ -14,14 +14,13 @@ import pytest
 import torch
 from conftest import saved
 from families import BESIDE_RECURRENT, LAYOUTS
+from helpers import PLAIN_PATH
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache
 from kvkeep.models.loading import load
 from kvkeep.native import library
 
-PLAIN = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
-"""The library's plain path, and torch's."""
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
@@ -55,7 +54,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_every_path_computes_the_same_logits(folder: Path, choose: Callable[[str], None]) -> None:
     """torch chooses its path as it starts, so the plain one takes an interpreter."""
     command = [sys.executable, __file__, str(folder)]
-    here = os.environ | PLAIN | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    here = os.environ | PLAIN_PATH | {"PYTHONPATH": os.pathsep.join(sys.path)}
     plain = json.loads(subprocess.run(command, capture_output=True, text=True, env=here, check=True).stdout)
     assert {*plain} == {one.name for one in folder.iterdir()} and len({*plain.values()}) == len(plain)
     for path in library.kernels().kvkeep_paths().decode().split():

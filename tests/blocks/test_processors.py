@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import saved
 from families import tiny
+from helpers import PLAIN_PATH
 
 from kvkeep import KeepCache, Session, load, load_session, save_session
 from kvkeep.native import library
@@ -38,7 +39,7 @@ def digests(folder: str, action: str) -> str:
 
 def plain_digests(folder: Path) -> str:
     """Return the digests on the plain paths of the library and of torch, which a process chooses at its start."""
-    here = {"PYTHONPATH": os.pathsep.join(sys.path), "KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
+    here = PLAIN_PATH | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "error::UserWarning:kvkeep", __file__, str(folder), "continue"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | here, check=True, timeout=300)
     assert "is read again" not in done.stderr

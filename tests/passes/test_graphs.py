@@ -300,19 +300,9 @@ def test_a_capture_that_fails_changes_nothing(when: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupted_replay_is_undone(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_replay_is_undone(when: str) -> None:
     twins = full()
-    replay = CapturedGraph.replay
-
-    def interrupted(graph: CapturedGraph) -> None:
-        if when == "after":
-            replay(graph)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patches:
-        patches.setattr(CapturedGraph, "replay", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            forward_one(twins.model, Read(twins.with_graphs, [5]))
+    twins.interrupt(when)
     assert twins.with_graphs.get_seq_length() == twins.without.get_seq_length()
     with pytest.warns(UserWarning, match="was undone"):
         if when == "before":

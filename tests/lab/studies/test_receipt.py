@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 from conftest import WORDS, saved
 from families import COMMON, FAMILIES, LAYOUTS, tiny
+from helpers import PLAIN_PATH
 from kvkeep_lab import receipts
 from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, ReceiptRow, prompts, rows, start
 from kvkeep_lab.studies.prove import Prove
@@ -37,8 +38,6 @@ from kvkeep.policies.methods import resolve
 EXACT = [case for case in CASES if resolve(case.method).exactness is Exactness.EXACT]
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "verified.md"
-PLAIN = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
-"""The library's plain path, and torch's."""
 MOVING = """
     _to_copy _unsafe_view alias cat clone contiguous copy detach empty empty_like empty_strided expand fill flatten
     from_file full gather index index_copy index_put index_select lift_fresh masked_fill narrow new_empty new_full
@@ -90,7 +89,7 @@ def test_every_processor_path_gives_the_same_receipt(
     """torch chooses its path as it starts, so the plain one takes an interpreter."""
     paths = library.kernels().kvkeep_paths().decode().split()
     command = [sys.executable, "-m", "kvkeep", *arguments(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | PLAIN, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | PLAIN_PATH, check=True)
     plain = read(done.stdout, "plain")
     known = [row for row in plain["rows"] if row["logits"]]
     assert {"full", "h2o at 128", "snapkv at 128"} < {row["label"] for row in known} and len(known) >= len(CASES) - 2
