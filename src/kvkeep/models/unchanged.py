@@ -22,7 +22,8 @@ class Unchanged:
         # Adapters replace modules.
         self._holders = [part._modules for part in parts if part._modules]
         self._before = self._parts()
-        self._numbers = [(vars(part), name) for part in parts for name, one in vars(part).items() if type(one) is float]
+        # Modules and not their dictionaries, which a copy of a model does not keep.
+        self._numbers = [(part, name) for part in parts for name, one in vars(part).items() if type(one) is float]
         self._stated = self._factors()
         self._weights = Weights(norms)
 
@@ -31,7 +32,7 @@ class Unchanged:
 
     def _factors(self) -> list[Any]:
         """Return all numbers with a fraction, as scales of scores and of outputs."""
-        return [attributes.get(name) for attributes, name in self._numbers]
+        return [part.__dict__.get(name) for part, name in self._numbers]
 
     def __call__(self) -> bool:
         """Return whether all of this is so."""
