@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.decode.cached_text import common_prefix
-from kvkeep.engine.grammar import GrammarProcessor
+from kvkeep.engine.answer import Answer, Ask, Scheduler, end_ids
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
@@ -112,23 +112,34 @@ def read(
     new: int,
     forced: Sequence[int] | None = None,
     first: ReadCache | None = None,
-    form: GrammarProcessor | None = None,
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield logits (vocabulary,) in float32 and seconds for each of ``new`` positions after ``ids`` (1, tokens). The
     first includes the time of the prompt. The next token is taken from ``forced``, or is the one with the largest
-    logit. first: what reading ``ids`` gave, if ``cache`` has read them. form: gives tokens that an answer may not have
-    the logit -inf; it reads the answer without a prompt."""
-    given, written = ids, ids[:, :0]
+    logit. first: what reading ``ids`` gave, if ``cache`` has read them."""
+    given = ids
     for position in range(new):
         if first is not None and not position:
             logits, seconds = first.logits, first.seconds
         else:
             logits, seconds = cache.step(given) if isinstance(cache, PeerReader) else _step(model, given, cache)
-        if form is not None:
-            logits = form(written, logits[None])[0]
         yield logits, seconds
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
-        written = torch.cat([written, given], 1)
+
+
+def answered(model: Any, asks: Sequence[Ask], caches: Sequence[Cache]) -> list[Answer]:
+    """Generate the answers to ``asks`` in passes that they share where their caches can; transformers' own cannot. Each
+    cache holds the first tokens of its prompt. Raises the exception of a failed pass."""
+    if len(asks) > 1 and not all(isinstance(cache, KeepCache) for cache in caches):
+        return [answered(model, [ask], [cache])[0] for ask, cache in zip(asks, caches, strict=True)]
+    answers = [Answer(ask, cache, None, end_ids(model), None) for ask, cache in zip(asks, caches, strict=True)]
+    scheduler = Scheduler(model, packed=len(asks) > 1)
+    for answer in answers:
+        scheduler.add(answer)
+    while scheduler.answers:
+        for result in scheduler.step():
+            if result.scheduled.give(result.logits):
+                scheduler.remove(result.scheduled)
+    return answers
 
 
 @dataclass

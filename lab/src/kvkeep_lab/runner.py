@@ -92,8 +92,8 @@ class Runner:
             return {"data": study.plain(study.measure(Trial(loaded, self.sources, cell.seed, progress)))}
         task, outcomes = self.experiment.task, list[TaskOutcome]()
         subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references, self._readings)
-        for sample in self._prepare(loaded, task, cell):
-            outcomes.append(_finite(task.measure(subject, sample)))
+        for outcome in task.outcomes(subject, self._prepare(loaded, task, cell)):
+            outcomes.append(_finite(outcome))
             step(len(outcomes))
         return {"versions": _versions() | subject.versions, **_numbers(task.metrics, outcomes)}
 

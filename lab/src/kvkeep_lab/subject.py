@@ -13,7 +13,9 @@ import torch
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import generate
-from kvkeep.engine.grammar import GrammarProcessor
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.grammar import Grammar
+from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
@@ -26,6 +28,7 @@ from kvkeep_lab.reading import (
     PINNED,
     ReadCache,
     Readings,
+    answered,
     cache_for,
     continued,
     copied,
@@ -217,22 +220,32 @@ class Subject:
         return replace(self._written(copied(before.cache), ids, new, first=first), cost=cost, logs=logs)
 
     def write_after(
-        self, text: ReadText, ids: Sequence[int], new: int, form: GrammarProcessor | None = None
-    ) -> SubjectAnswer:
-        """Generate greedily up to ``new`` tokens after a question ``ids`` (at least one) about a text that is read
-        before, as :meth:`examine_after` does. form: what the answer may be, as in
-        :func:`~kvkeep_lab.reading.read`. Raises as :meth:`examine_after` does."""
+        self, text: ReadText, questions: Sequence[Sequence[int]], new: int, grammar: Grammar | None = None
+    ) -> list[SubjectAnswer]:
+        """Generate greedily up to ``new`` tokens after each of the ``questions`` (at least a token each) about a text
+        that is read before, as :meth:`examine_after` does. Their passes are shared where the engine can; of the seconds
+        each answer has the share of its tokens. grammar: the form of the answers. Raises as :meth:`examine_after`
+        does."""
         if isinstance(peer := peer_of(self.method), Shortener):
-            return self._shortened(peer, text, ids, lambda full, prompt: full.write_after(prompt, ids, new, form))
-        before = self._after(text, ids)
-        answer = self._written(copied(before.cache), ids, new, form=form)
-        cost = replace(
-            answer.cost,
-            prompt_tokens=len(text.ids) + len(ids),
-            prefill_s=answer.cost.prefill_s + before.seconds,
-            whole_bytes=whole_bytes(self.loaded.model, text.context),
-        )
-        return replace(answer, cost=cost)
+
+            def shortened(ids: Sequence[int]) -> SubjectAnswer:
+                return self._shortened(
+                    peer, text, ids, lambda full, prompt: full.write_after(prompt, [ids], new, grammar)[0]
+                )
+
+            return [shortened(ids) for ids in questions]
+        before, found = [self._after(text, ids) for ids in questions], list[SubjectAnswer]()
+        asks = [Ask([*text.ids, *ids], new, Sampling(grammar=grammar)) for ids in questions]
+        start = time.perf_counter()
+        answers = answered(self.loaded.model, asks, [copied(one.cache) for one in before])
+        tokens = sum(len(ids) + len(one.tokens) for ids, one in zip(questions, answers, strict=True))
+        token_s = (time.perf_counter() - start) / tokens
+        for ids, one, answer in zip(questions, before, answers, strict=True):
+            seconds = [one.seconds + len(ids) * token_s, *[token_s] * (len(answer.tokens) - 1)]
+            cost = self._cost(answer.cache, len(answer.ask.prompt), text.context, seconds)
+            written = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            found.append(SubjectAnswer(written, answer.tokens, cost))
+        return found
 
     def _shortened(
         self,
@@ -392,9 +405,8 @@ class Subject:
         new: int,
         ended: Callable[[str], bool] | None = None,
         first: ReadCache | None = None,
-        form: GrammarProcessor | None = None,
     ) -> SubjectAnswer:
-        """Generate greedily with one pass a token, also with a peer that reads the text itself. first and form: as in
+        """Generate greedily with one pass a token, also with a peer that reads the text itself. first: as in
         :func:`~kvkeep_lab.reading.read`."""
         model = self.loaded.model
         stated = model.generation_config.eos_token_id
@@ -402,7 +414,7 @@ class Subject:
         tokens: list[int] = []
         seconds: list[float] = []
         text = ""
-        for logits, elapsed in read(model, self._tensor(ids), cache, new, first=first, form=form):
+        for logits, elapsed in read(model, self._tensor(ids), cache, new, first=first):
             tokens.append(int(logits.argmax()))
             seconds.append(elapsed)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)

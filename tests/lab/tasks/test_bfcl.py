@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from answer_formats import TEMPLATES
-from kvkeep_lab.subject import Subject
+from kvkeep_lab.subject import ReadText, Subject
 from kvkeep_lab.tasks.bfcl import FAMILIES, Bfcl, calls_in, checker, is_right, judged, tool
 from measuring import subject
 from scripted import END, byte_level, scripted
@@ -20,6 +20,8 @@ from scripted import END, byte_level, scripted
 from kvkeep.decode.answer_format import HERMES
 from kvkeep.decode.answer_reader import MarkedReader
 from kvkeep.decode.prompt import prompt_text
+from kvkeep.engine import answer
+from kvkeep.engine.batch import forward
 from kvkeep.errors import UsageError
 
 pytest.importorskip("llguidance")
@@ -181,15 +183,31 @@ def test_a_call_is_right_or_of_the_right_tool_or_neither(calls: Any, expected: t
     assert judged({"family": "irrelevance"}, calls) == {"right": float(not calls)}
 
 
-def test_an_answer_after_a_text_is_that_of_the_whole_prompt() -> None:
-    from kvkeep_lab.subject import ReadText
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [("full", None), ("stock", None), ("kv-direct", "16"), ("snapkv", "50%"), ("kvzip+quantize:4", "75%")],
+)
+def test_an_answer_after_a_text_is_that_of_the_question_by_itself(method: str, budget: str | None) -> None:
+    """Whatever is asked beside it, and where entries are not evicted, that of the whole prompt."""
+    one, text = subject(method, budget, "qwen2"), [(11 * number + 5) % 97 for number in range(150)]
+    asked = [[17, 4], [3, 30, 6, 1], [4]]
+    read = ReadText(tuple(text), 170)
+    found = one.write_after(read, asked, 6)
+    assert [it.tokens for it in found] == [one.write_after(read, [ids], 6)[0].tokens for ids in asked]
+    assert [it.cost.prompt_tokens for it in found] == [152, 154, 151]
+    if method in ("full", "stock", "kv-direct"):
+        assert [it.tokens for it in found] == [one.write([*text, *ids], 6).tokens for ids in asked]
 
-    text, asked = [5, 9, 11, 40, 7, 8, 60, 3, 22, 31], [17, 4]
-    whole = subject().write([*text, *asked], 6)
-    after = subject().write_after(ReadText(tuple(text), 12), asked, 6)
-    assert after.tokens == whole.tokens and after.cost.prompt_tokens == 12
-    bounded = subject("kv-direct", "16").write_after(ReadText(tuple(text), 12), asked, 6)
-    assert bounded.tokens == whole.tokens
+
+@pytest.mark.usefixtures("package")
+def test_questions_about_the_same_tools_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, passes = calling("kvzip", "80%"), list[int]()
+    task, found = samples(one, samples=4, group=2, new=12)
+    apart = [task.measure(one, sample).scores for sample in found]
+    monkeypatch.setattr(answer, "forward", lambda model, reads: passes.append(len(reads)) or forward(model, reads))
+    outcomes = [*task.outcomes(one, found)]
+    assert [it.scores for it in outcomes] == apart and max(passes) == 2
+    assert [it.cost.prompt_tokens for it in outcomes] == [len(it.facts["text"].ids) + len(it.ids) for it in found]
 
 
 def first(given: dict[str, list[Any]]) -> dict[str, Any]:

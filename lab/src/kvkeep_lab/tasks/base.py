@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -127,3 +127,7 @@ class Task(BaseModel, ABC):
     @abstractmethod
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
         """Generate the answer of ``subject``, and score it."""
+
+    def outcomes(self, subject: Subject, samples: Sequence[Sample]) -> Iterator[TaskOutcome]:
+        """Measure each of ``samples``, in their order. A task whose answers can share passes does more at a time."""
+        return (self.measure(subject, sample) for sample in samples)

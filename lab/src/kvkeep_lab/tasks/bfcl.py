@@ -11,10 +11,11 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, ClassVar
@@ -31,7 +32,7 @@ from kvkeep.engine.pieces import pieces_of
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep_lab.cell import Point
-from kvkeep_lab.subject import Subject
+from kvkeep_lab.subject import ReadText, Subject
 from kvkeep_lab.tasks.base import Metric, Sample, Task, TaskOutcome, among
 from kvkeep_lab.tasks.rows import rows
 from kvkeep_lab.tasks.texts import read_once
@@ -102,24 +103,37 @@ class Bfcl(Task):
         return [made[number // self.group][number % self.group] for number in numbers]
 
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
-        text, calls = sample.facts["text"], sample.facts["calls"]
-        model, tokenizer, prompt = subject.loaded.model, subject.tokenizer, [*text.ids, *sample.ids]
-        answers = answers_to(tokenizer, prompt)
+        return next(self.outcomes(subject, [sample]))
+
+    def outcomes(self, subject: Subject, samples: Sequence[Sample]) -> Iterator[TaskOutcome]:
+        """Measure ``samples``; the answers about a text share their passes."""
+        for text, group in groupby(samples, lambda sample: sample.facts["text"]):
+            yield from self._about(subject, text, [*group])
+
+    def _about(self, subject: Subject, text: ReadText, samples: Sequence[Sample]) -> Iterator[TaskOutcome]:
+        """Measure ``samples`` about one ``text``, which have the same tools."""
+        calls, questions = samples[0].facts["calls"], [sample.ids for sample in samples]
+        model, tokenizer = subject.loaded.model, subject.tokenizer
         size, ends = ModelGeometry.from_config(model.config).vocab_size, end_ids(model)
-        known = vocabulary(tokenizer, size, ends)
+        known, answers = vocabulary(tokenizer, size, ends), answers_to(tokenizer, [*text.ids, *questions[0]])
         grammar = Grammar(known, answers.form(calls, known))
 
-        def scores(tokens: Sequence[int]) -> dict[str, float]:
-            pieces = pieces_of(tokenizer, prompt, named=answers.named(calls))
+        def scores(sample: Sample, tokens: Sequence[int]) -> dict[str, float]:
+            pieces = pieces_of(tokenizer, [*text.ids, *sample.ids], named=answers.named(calls))
             said = pieces.add([token for token in tokens if token not in ends]) + pieces.rest()
             return judged(sample.facts, calls_in(answers.reader(calls), said))
 
-        free = subject.write_after(text, sample.ids, self.new)
-        with_grammar = free.tokens
-        if not grammar.processor(0).follow(free.tokens):  # else the likeliest tokens are those that it allows
-            with_grammar = subject.write_after(text, sample.ids, self.new, grammar.processor(0)).tokens
-        found = scores(free.tokens) | {f"{name}_grammar": one for name, one in scores(with_grammar).items()}
-        return TaskOutcome(found, free.cost)
+        free = subject.write_after(text, questions, self.new)
+        # The others have the likeliest tokens that the grammar allows.
+        outside = [n for n, answer in enumerate(free) if not grammar.processor(0).follow(answer.tokens)]
+        inside = dict(enumerate(free))
+        if outside:
+            again = subject.write_after(text, [questions[n] for n in outside], self.new, grammar)
+            inside |= zip(outside, again, strict=True)
+        for number, (sample, answer) in enumerate(zip(samples, free, strict=True)):
+            with_grammar = scores(sample, inside[number].tokens)
+            found = scores(sample, answer.tokens) | {f"{name}_grammar": one for name, one in with_grammar.items()}
+            yield TaskOutcome(found, answer.cost)
 
 
 def _groups(found: Sequence[Row], size: int) -> list[list[Row]]:
