@@ -354,6 +354,19 @@ def test_a_query_does_not_see_an_empty_place() -> None:
         assert_near(found[:, :, 2 * lane : 2 * lane + 2], wanted, [values])
 
 
+@pytest.mark.parametrize("method", ["kvzip", "kvzip+quantize:4", "h2o", "snapkv+quantize:4"])
+def test_a_step_is_compiled_once_for_the_same_tensors(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps of a layer find what was compiled for the one before: codes have other tensors with each group."""
+    model, made = model_of("llama"), list[LayerStep]()
+    cache, ids = KeepCache(model, method, 120, chunk=32), prompt(1, 260, seed=2)
+    step(model, cache, ids[:, :158])
+    form = native_steps._Form
+    monkeypatch.setattr(native_steps, "_Form", lambda one: made.append(one) or form(one))
+    for at in range(158, 188):
+        step(model, cache, ids[:, at : at + 1])
+    assert 0 < len(made) < 15 * len(cache.layers)
+
+
 def test_tensors_that_were_compiled_serve_later_steps() -> None:
     """Rows and spans differ from token to token, and the tensors stay."""
     keys, values = torch.randn(2, 9, 8).bfloat16(), torch.randn(2, 9, 8).bfloat16()

@@ -8,11 +8,11 @@ eviction moves no other entry: the new entry overwrites the evicted one.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,18 @@ COLUMNS = 128
 
 SAVED = ("keys", "values", "slots", "scores", "extra", "newest", "sinks", "lanes")
 MOVED = ("keys", "values", "slots", "scores", "extra", "newest")
+
+
+class Run(NamedTuple):
+    """Lanes of a bank that lie one after the other in a row, and views of its tensors."""
+
+    first_lane: int
+    lanes: slice
+    """The lanes within the bank."""
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    scores: Tensor | None
 
 
 @dataclass
@@ -59,6 +71,8 @@ class Bank:
     """The number of columns in use: those that may hold an entry."""
     gaps: int = 0
     """The number of empty columns in use: the largest of any lane."""
+    _runs: list[Run] = field(default_factory=list)
+    _run_of: tuple[Tensor | None, ...] = (None,) * 4
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the part of ``rows``, a tensor by lane, for this bank's lanes."""
@@ -107,15 +121,22 @@ class Bank:
         keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
         return Piece(keys, values, self.slots[:, : self.used], gaps=gaps, extra=extra, lanes=self.lanes)
 
-    @functools.cached_property
-    def runs(self) -> list[tuple[int, slice, Tensor, Tensor]]:
-        """Lanes that lie one after the other in a row: a single run if this bank has all lanes, else one for each. For
-        each run its first lane, its lanes within the bank, and views of its keys and values."""
+    @property
+    def runs(self) -> list[Run]:
+        """Lanes that lie one after the other in a row: a single run if this bank has all lanes, else one for each. Its
+        tensors are the same objects as long as this bank's are, because what is compiled for the native library is
+        found by them."""
+        now = self.keys, self.values, self.slots, self.scores
+        if not all(map(is_, now, self._run_of)):
+            self._runs, self._run_of = self._made_runs(*now), now
+        return self._runs
+
+    def _made_runs(self, *tensors: Tensor | None) -> list[Run]:
         if self.lanes is None:
-            return [(0, slice(None), self.keys, self.values)]
+            return [Run(0, slice(None), *tensors)]  # type: ignore[arg-type]
         places = [slice(number, number + 1) for number in range(len(self.lanes))]
         return [
-            (lane, rows, self.keys[rows], self.values[rows])
+            Run(lane, rows, *(None if one is None else one[rows] for one in tensors))  # type: ignore[arg-type]
             for lane, rows in zip(self.lanes.tolist(), places, strict=True)
         ]
 

@@ -181,8 +181,8 @@ class Selected(WorkingSet):
                 ranks = self.ranking.of(bank, slot + 1).contiguous()
                 ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
             oldest = self.selector.may_tie or self.ranking.scored
-            for first_lane, lanes, keys, values in bank.runs:
-                append = Destination(keys, values, bank.used % bank.columns, bank.slots[lanes], bank.scores[lanes])
+            for first_lane, lanes, keys, values, *beside in bank.runs:
+                append = Destination(keys, values, bank.used % bank.columns, *beside)
                 share = self.store.plan(append, first_lane, evicts)
                 if share is None:
                     return None
