@@ -8,7 +8,7 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
 * ``scores: STORE METRIC METHOD [MODEL]``: a metric of all methods, and that of METHOD less theirs, sample by sample,
   and the number of samples where it is not the same everywhere;
-* ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts, because one cache answers all questions
+* ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts (of a point of the axes and a seed), because one cache answers all questions
   about a text;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
@@ -242,7 +242,7 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
 
     numbers = {way: [value for scores in one.samples.values() for value in scores.get(name, [])]
                for way, one in results.items()}  # fmt: skip
-    counted = not by_text and len({len(found) for found in numbers.values() if found}) > 1
+    counted = len({len(found) for found in numbers.values() if found}) > 1
     after = ["", f", `{method}` less it", *([", N"] if counted else [])]
     columns = (f"{word}{what}" for word in _percent(budgets) for what in after)
     yield _head("-ln p a token" if metric.kind == "perplexity" else titled(metric), *columns)
