@@ -8,8 +8,8 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
 * ``scores: STORE METRIC METHOD [MODEL]``: a metric of all methods, and that of METHOD less theirs, sample by sample,
   and the number of samples where it is not the same everywhere;
-* ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts (of a point of the axes and a seed), because one cache answers all questions
-  about a text;
+* ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts (one for each point of the axes and each
+  seed), because one cache answers all questions about a text;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
