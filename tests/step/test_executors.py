@@ -354,9 +354,12 @@ def test_a_query_does_not_see_an_empty_place() -> None:
         assert_near(found[:, :, 2 * lane : 2 * lane + 2], wanted, [values])
 
 
-@pytest.mark.parametrize("method", ["kvzip", "kvzip+quantize:4", "h2o", "snapkv+quantize:4"])
-def test_a_step_is_compiled_once_for_the_same_tensors(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most steps of a layer find what was compiled for the one before: codes have other tensors with each group."""
+@pytest.mark.parametrize(
+    ("method", "most"), [("kvzip", 2), ("kvzip+quantize:4", 8), ("h2o", 2), ("snapkv+quantize:4", 4)]
+)
+def test_a_step_is_compiled_once_for_the_same_tensors(method: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of 30 steps find what was compiled for the one before: codes have other tensors with each group. most: the
+    parts of steps that a layer compiles; with ``kvzip`` each KV head may be one."""
     model, made = model_of("llama"), list[LayerStep]()
     cache, ids = KeepCache(model, method, 120, chunk=32), prompt(1, 260, seed=2)
     step(model, cache, ids[:, :158])
@@ -364,7 +367,7 @@ def test_a_step_is_compiled_once_for_the_same_tensors(method: str, monkeypatch: 
     monkeypatch.setattr(native_steps, "_Form", lambda one: made.append(one) or form(one))
     for at in range(158, 188):
         step(model, cache, ids[:, at : at + 1])
-    assert 0 < len(made) < 15 * len(cache.layers)
+    assert 0 < len(made) <= most * len(cache.layers)
 
 
 def test_tensors_that_were_compiled_serve_later_steps() -> None:
