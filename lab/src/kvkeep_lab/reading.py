@@ -27,6 +27,7 @@ from kvkeep.policies.names import STOCK
 from kvkeep.reconstruction import ReconstructionReader
 from kvkeep.stock import new_cache
 from kvkeep_lab.attention_inputs import Attended, watching
+from kvkeep_lab.drafts import without_drafts
 from kvkeep_lab.peers import PeerReader, peer_of
 from kvkeep_lab.shared_pass import SharedPass, takes_over
 
@@ -127,18 +128,20 @@ def read(
 
 
 def answered(model: Any, asks: Sequence[Ask], caches: Sequence[Cache]) -> list[Answer]:
-    """Generate the answers to ``asks`` in passes that they share where their caches can; transformers' own cannot. Each
-    cache holds the first tokens of its prompt. Raises the exception of a failed pass."""
+    """Generate the answers to ``asks`` in passes that they share where their caches can; transformers' own cannot. No
+    token is copied from the text as a draft. Each cache holds the first tokens of its prompt. Raises the exception of a
+    failed pass."""
     if len(asks) > 1 and not all(isinstance(cache, KeepCache) for cache in caches):
         return [answered(model, [ask], [cache])[0] for ask, cache in zip(asks, caches, strict=True)]
     answers = [Answer(ask, cache, None, end_ids(model), None) for ask, cache in zip(asks, caches, strict=True)]
     scheduler = Scheduler(model, packed=len(asks) > 1)
     for answer in answers:
         scheduler.add(answer)
-    while scheduler.answers:
-        for result in scheduler.step():
-            if result.scheduled.give(result.logits):
-                scheduler.remove(result.scheduled)
+    with without_drafts(model):
+        while scheduler.answers:
+            for result in scheduler.step():
+                if result.scheduled.give(result.logits):
+                    scheduler.remove(result.scheduled)
     return answers
 
 

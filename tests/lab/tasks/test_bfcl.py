@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from answer_formats import TEMPLATES
+from kvkeep_lab.reading import copied
 from kvkeep_lab.subject import ReadText, Subject
 from kvkeep_lab.tasks.bfcl import FAMILIES, Bfcl, calls_in, checker, is_right, judged, tool
 from measuring import subject
@@ -188,12 +189,14 @@ def test_a_call_is_right_or_of_the_right_tool_or_neither(calls: Any, expected: t
     [("full", None), ("stock", None), ("kv-direct", "16"), ("snapkv", "50%"), ("kvzip+quantize:4", "75%")],
 )
 def test_an_answer_after_a_text_is_that_of_the_question_by_itself(method: str, budget: str | None) -> None:
-    """Whatever is asked beside it, and where entries are not evicted, that of the whole prompt."""
+    """Whatever is asked beside it, also with one pass a token; without eviction it is that of the whole prompt."""
     one, text = subject(method, budget, "qwen2"), [(11 * number + 5) % 97 for number in range(150)]
     asked = [[17, 4], [3, 30, 6, 1], [4]]
     read = ReadText(tuple(text), 170)
     found = one.write_after(read, asked, 6)
     assert [it.tokens for it in found] == [one.write_after(read, [ids], 6)[0].tokens for ids in asked]
+    apart = [one._written(copied(one._after(read, ids).cache), ids, 6).tokens for ids in asked]
+    assert [it.tokens for it in found] == apart
     assert [it.cost.prompt_tokens for it in found] == [152, 154, 151]
     if method in ("full", "stock", "kv-direct"):
         assert [it.tokens for it in found] == [one.write([*text, *ids], 6).tokens for ids in asked]
