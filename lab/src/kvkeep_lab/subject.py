@@ -234,17 +234,36 @@ class Subject:
                 )
 
             return [shortened(ids) for ids in questions]
-        before, found = [self._after(text, ids) for ids in questions], list[SubjectAnswer]()
+        before = [self._after(text, ids) for ids in questions]
         asks = [Ask([*text.ids, *ids], new, Sampling(grammar=grammar)) for ids in questions]
+        found = self._together(asks, [copied(one.cache) for one in before], [text.context] * len(asks))
+        return [
+            replace(answer, cost=replace(answer.cost, prefill_s=one.seconds + answer.cost.prefill_s))
+            for one, answer in zip(before, found, strict=True)
+        ]
+
+    def write_each(self, prompts: Sequence[Sequence[int]], new: int, pinned: Sequence[int]) -> list[SubjectAnswer]:
+        """Do the same as :meth:`write` with each of ``prompts``. Their passes are shared where the engine can; of the
+        seconds each answer has the share of its tokens. pinned: one number for each prompt."""
+        contexts = [len(ids) + new for ids in prompts]
+        caches = [self._cache(context, first) for context, first in zip(contexts, pinned, strict=True)]
+        if any(isinstance(cache, PeerReader) for cache in caches):
+            return [self._written(cache, ids, new) for cache, ids in zip(caches, prompts, strict=True)]
+        return self._together([Ask(ids, new) for ids in prompts], caches, contexts)
+
+    def _together(self, asks: Sequence[Ask], caches: Sequence[Any], contexts: Sequence[int]) -> list[SubjectAnswer]:
+        """Generate the answers to ``asks``, each in its cache, which holds the first tokens of the prompt. The seconds
+        of a prompt are those of its other tokens. contexts: the maximum tokens of each prompt and answer."""
+        read = [len(ask.prompt) - cache.get_seq_length() for ask, cache in zip(asks, caches, strict=True)]
         start = time.perf_counter()
-        answers = answered(self.loaded.model, asks, [copied(one.cache) for one in before])
-        tokens = sum(len(ids) + len(one.tokens) for ids, one in zip(questions, answers, strict=True))
-        token_s = (time.perf_counter() - start) / tokens
-        for ids, one, answer in zip(questions, before, answers, strict=True):
-            seconds = [one.seconds + len(ids) * token_s, *[token_s] * (len(answer.tokens) - 1)]
-            cost = self._cost(answer.cache, len(answer.ask.prompt), text.context, seconds)
-            written = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            found.append(SubjectAnswer(written, answer.tokens, cost))
+        answers = answered(self.loaded.model, asks, caches)
+        token_s = (time.perf_counter() - start) / (sum(read) + sum(len(answer.tokens) for answer in answers))
+        found = list[SubjectAnswer]()
+        for count, answer, context in zip(read, answers, contexts, strict=True):
+            seconds = [count * token_s, *[token_s] * (len(answer.tokens) - 1)]
+            cost = self._cost(answer.cache, len(answer.ask.prompt), context, seconds)
+            text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            found.append(SubjectAnswer(text, answer.tokens, cost))
         return found
 
     def _shortened(

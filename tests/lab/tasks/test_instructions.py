@@ -68,6 +68,29 @@ def test_prompts_list_drawn_instructions_and_say_where_they_end(data: Path) -> N
         assert made.decode(made(HEAD).input_ids) in head
 
 
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [
+        ("full", None),
+        ("stock", None),
+        ("h2o", "60%"),
+        ("kvzip+pinned", "80%"),
+        ("random+pinned", "80%"),
+    ],
+)
+def test_answers_that_share_passes_are_those_of_each_prompt(data: Path, method: str, budget: str | None) -> None:
+    task, one = Instructions(samples=3, count=1, text=100, new=6), subject(method, budget)
+    samples = task.prepare(tokenizer(), task.sources(data), {}, 0)
+    found = one.write_each([sample.ids for sample in samples], 6, [sample.instructions for sample in samples])
+    apart = [one.write(sample.ids, 6, pinned=sample.instructions) for sample in samples]
+    assert [it.tokens for it in found] == [it.tokens for it in apart]
+    assert [it.text for it in found] == [it.text for it in apart]
+    for together, alone in zip(found, apart, strict=True):
+        assert together.cost.held_bytes == alone.cost.held_bytes and together.cost.entries == alone.cost.entries
+        assert together.cost.prompt_tokens == alone.cost.prompt_tokens
+    assert [it.scores for it in task.outcomes(one, samples)] == [task.measure(one, it).scores for it in samples]
+
+
 def test_a_pinned_method_keeps_the_instructions_and_others_may_not(data: Path) -> None:
     task = Instructions(samples=1, count=1, text=100, new=6)
     (sample,) = task.prepare(tokenizer(), task.sources(data), {}, 0)

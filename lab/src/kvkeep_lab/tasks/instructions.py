@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -141,10 +141,16 @@ class Instructions(Task):
         return made
 
     def measure(self, subject: Subject, sample: Sample) -> TaskOutcome:
-        answer = subject.write(sample.ids, self.new, pinned=sample.instructions)
-        found = followed(answer.text, sample.facts["chosen"])
-        scores = {"followed": sum(found) / len(found), "all": float(all(found))}
-        return TaskOutcome(scores | {"first": float(found[0]), "last": float(found[-1])}, answer.cost)
+        return next(self.outcomes(subject, [sample]))
+
+    def outcomes(self, subject: Subject, samples: Sequence[Sample]) -> Iterator[TaskOutcome]:
+        """Measure ``samples``; their answers share passes."""
+        pinned = [sample.instructions for sample in samples]
+        answers = subject.write_each([sample.ids for sample in samples], self.new, pinned)
+        for sample, answer in zip(samples, answers, strict=True):
+            found = followed(answer.text, sample.facts["chosen"])
+            scores = {"followed": sum(found) / len(found), "all": float(all(found))}
+            yield TaskOutcome(scores | {"first": float(found[0]), "last": float(found[-1])}, answer.cost)
 
 
 def followed(text: str, chosen: Sequence[tuple[str, Any]]) -> list[bool]:
