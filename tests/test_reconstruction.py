@@ -14,6 +14,7 @@ from helpers import allocated, assert_near, bounded, counted, expected, padded, 
 
 from kvkeep import KeepCache, UsageError
 from kvkeep import reconstruction as own
+from kvkeep.contracts.entries import EntryState
 from kvkeep.policies.selectors.kvzip import KVzip
 
 
@@ -154,6 +155,30 @@ def test_the_best_of_every_lane_stay(family: str, least: float, received: list[l
 
 
 # -- when ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"), [("kvzip+quantize:4", 80), ("kvzip+quantize:bits=2,exact=0.1", 50), ("kvzip+tiers", 40)]
+)
+def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
+    method: str, budget: int, received: list[list[torch.Tensor]]
+) -> None:
+    """In each lane, and in a row with padding as in the same row alone."""
+    ids, mask = padded([200, 170])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, alone = (KeepCache(tiny("llama"), method, budget, chunk=40) for _ in range(2))
+    step("llama", cache, ids, mask, position_ids=positions)
+    for layer, scores in zip(bounded(cache), received[0], strict=True):
+        resident = layer.resident.resident_slots()[:, :200]
+        kept = layer.entry_states(200, 2).flatten(0, 1) > EntryState.DROPPED
+        others = torch.tensor([200, 200, 170, 170]) - resident.sum(1)
+        assert torch.equal((kept & ~resident).sum(1), others.clamp(max=layer.evicted.max_entries))
+        assert not kept[:2].all()
+        for lane, score in zip(kept, scores, strict=True):
+            assert lane.all() or score[lane].min() >= score[~lane].max()
+    step("llama", alone, ids[1:, 30:])
+    for ours, single in zip(bounded(cache), bounded(alone), strict=True):
+        assert torch.equal(ours.entry_states(200, 2)[1:, :, 30:], single.entry_states(170, 1))
 
 
 def test_a_text_within_the_budget_is_kept_until_it_grows(received: list[list[torch.Tensor]]) -> None:

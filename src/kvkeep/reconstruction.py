@@ -23,10 +23,11 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.entries import Piece
+from kvkeep.contracts.entries import EvictedEntries, Piece
 from kvkeep.contracts.hook import ReadingHook
 from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.errors import UsageError
+from kvkeep.memory.meter import Meter
 from kvkeep.models.chat_templates import filled
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
@@ -214,20 +215,55 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
     chunk = cache.stream.chunk
     for layer, reader in zip(cache.geometry.full_layers, readers, strict=True):
         source, target, scores = old.layers[layer.index], cache.layers[layer.index], reader.scores
+        limit = target.evicted.max_entries
+        best = BestEvicted(scores, limit) if limit else None
         for piece in chain(source.evicted.pages(), source.resident.pieces()):
             keys, values = (part[:, 0].split(chunk, 1) for part in (piece.keys, piece.values))
             first = piece.first
             for key, value in zip(keys, values, strict=True):
                 target.take(*(part.unflatten(0, (rows, -1)) for part in (key, value)))
                 target.resident.score_arriving(scores[:, first : first + key.shape[1]])
-                target.settle()
+                target.settle(take=None if best is None else best.take)
                 first += key.shape[1]
+        if best is not None:
+            best.give(target, cache.meter)
         if reader.hook is not None:
             reader.hook.chosen(source, target)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
         cache.meter.cache(sum(resident_bytes) + sum(one.compressed_bytes for one in cache.made.holdings))
         old.checkpoint.truncate(layer.index, 0)
         source.resident = None  # released now, even if the layer is still referenced
+
+
+class BestEvicted:
+    """The ``count`` evicted entries of each lane with the highest ``scores`` (lanes, slots); of equal scores, the newer
+    ones."""
+
+    def __init__(self, scores: Tensor, count: int) -> None:
+        self.scores, self.count = scores, count
+        self.entries: EvictedEntries | None = None
+        """The entries by rising score. A lane with fewer than others has the last places."""
+
+    def take(self, left: EvictedEntries) -> None:
+        """Take evicted entries, and drop those that are too many."""
+        entries = left if self.entries is None else self.entries.joined(left)
+        by_slot = entries.slots.argsort(1)
+        slots = entries.slots.gather(1, by_slot)
+        found = self.scores.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, float("-inf"))
+        order = by_slot.gather(1, found.argsort(dim=1, stable=True))
+        self.entries = entries.at(order[:, max(0, order.shape[1] - self.count) :])
+
+    def give(self, layer: Layer, meter: Meter) -> None:
+        """Let the layer's store take them. Each lane has the first places, so that its groups depend on no other lane.
+        In places without an entry are copies of the lane's last one."""
+        if self.entries is None:
+            return
+        number, columns = (self.entries.slots >= 0).sum(1, keepdim=True), self.entries.slots.shape[1]
+        places = torch.arange(int(number.max()), device=number.device)
+        found = self.entries.at((places + columns - number).clamp(max=columns - 1))
+        found = found._replace(slots=found.slots.masked_fill(places >= number, -1), gaps=True)
+        with meter.holding(*self.entries[:2], *found[:2]):
+            layer.evicted.take(found, layer.resident)
 
 
 def _words(tokenizer: Any, first: str) -> Words:

@@ -236,7 +236,7 @@ class Subject:
             return [shortened(ids) for ids in questions]
         before = [self._after(text, ids) for ids in questions]
         asks = [Ask([*text.ids, *ids], new, Sampling(grammar=grammar)) for ids in questions]
-        found = self._together(asks, [copied(one.cache) for one in before], [text.context] * len(asks))
+        found = self._answers_to(asks, [copied(one.cache) for one in before], [text.context] * len(asks))
         return [
             replace(answer, cost=replace(answer.cost, prefill_s=one.seconds + answer.cost.prefill_s))
             for one, answer in zip(before, found, strict=True)
@@ -249,9 +249,9 @@ class Subject:
         caches = [self._cache(context, first) for context, first in zip(contexts, pinned, strict=True)]
         if any(isinstance(cache, PeerReader) for cache in caches):
             return [self._written(cache, ids, new) for cache, ids in zip(caches, prompts, strict=True)]
-        return self._together([Ask(ids, new) for ids in prompts], caches, contexts)
+        return self._answers_to([Ask(ids, new) for ids in prompts], caches, contexts)
 
-    def _together(self, asks: Sequence[Ask], caches: Sequence[Any], contexts: Sequence[int]) -> list[SubjectAnswer]:
+    def _answers_to(self, asks: Sequence[Ask], caches: Sequence[Any], contexts: Sequence[int]) -> list[SubjectAnswer]:
         """Generate the answers to ``asks``, each in its cache, which holds the first tokens of the prompt. The seconds
         of a prompt are those of its other tokens. contexts: the maximum tokens of each prompt and answer."""
         read = [len(ask.prompt) - cache.get_seq_length() for ask, cache in zip(asks, caches, strict=True)]

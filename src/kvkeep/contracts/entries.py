@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvkeep.memory.rows import JoinedRows, Rows, concatenated
@@ -90,6 +91,12 @@ class EvictedEntries(NamedTuple):
     def at(self, index: Tensor) -> EvictedEntries:
         """Return copies of the entries at ``index`` (lanes, n)."""
         return self.each(lambda rows: gathered(rows, index))
+
+    def joined(self, more: EvictedEntries) -> EvictedEntries:
+        """Return these entries and then ``more``, with the same optional parts."""
+        pairs = zip(self[:-1], more[:-1], strict=True)
+        parts = (None if one is None or two is None else torch.cat([one, two], 1) for one, two in pairs)
+        return EvictedEntries(*parts)._replace(gaps=self.gaps or more.gaps)  # type: ignore[arg-type]
 
 
 def gathered(rows: Tensor, index: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ class EvictedStore(Part):
         """Bytes allocated for entries."""
         return 0
 
+    @property
+    def max_entries(self) -> int | None:
+        """The maximum number of entries of each lane; further ones replace others. None: no such limit."""
+        return None
+
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""
 

@@ -9,7 +9,7 @@ it in place; if its step can be planned (:meth:`Layer.plan`), an executor runs i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.entries import Beginning, EntryState, Piece
+from kvkeep.contracts.entries import Beginning, EntryState, EvictedEntries, Piece
 from kvkeep.contracts.part import Site
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
@@ -105,19 +105,23 @@ class Layer(CacheLayerMixin):
         by_row = [[piece.unflatten(0, (-1, self.heads)) for piece in pieces] for pieces in blocks]
         return Beginning(by_row, [part.unflatten(0, (-1, self.heads)) for part in rest])
 
-    def settle(self, mapped: bool = False) -> None:
+    def settle(self, mapped: bool = False, take: Callable[[EvictedEntries], None] | None = None) -> None:
         """Make the pending entries resident; the store takes the entries evicted for them. mapped: they are mapped from
-        a file."""
+        a file. take: receives the evicted entries, and the store does not."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None
         self.reader.settling(self, keys, values, mapped)
         left = self.resident.admit(keys, values, self.length)
         self.length += keys.shape[1]
-        if left is not None:
-            self.lost = True
-            self.evicted.take(left, self.resident)
-            self.lost = False
+        if left is None:
+            return
+        if take is not None:
+            take(left)
+            return
+        self.lost = True
+        self.evicted.take(left, self.resident)
+        self.lost = False
 
     def finish(self) -> None:
         """Settle the pending entries after attention, and let a store that listens swap entries."""

@@ -192,6 +192,10 @@ class NewestGroups(Groups):
         self._views: dict[int, View] = {}  # by first lane; valid for these tensors
 
     @property
+    def max_entries(self) -> int | None:
+        return None if self.capacity is None else self.capacity * GROUP
+
+    @property
     def kept(self) -> int:
         return self.written if self.capacity is None else min(self.written, self.capacity)
 
