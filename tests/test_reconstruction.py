@@ -176,6 +176,11 @@ def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
         assert not kept[:2].all()
         for lane, score in zip(kept, scores, strict=True):
             assert lane.all() or score[lane].min() >= score[~lane].max()
+        if method != "kvzip+tiers":  # groups of neighbours; those with the lowest scores are dropped first
+            slots = layer.evicted.slots.long()
+            assert (slots.diff(dim=2) > 0).all()
+            best = scores.gather(1, slots.flatten(1)).view(slots.shape).amax(2)
+            assert (best.diff(dim=1) >= 0).all()
     step("llama", alone, ids[1:, 30:])
     for ours, single in zip(bounded(cache), bounded(alone), strict=True):
         assert torch.equal(ours.entry_states(200, 2)[1:, :, 30:], single.entry_states(170, 1))

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.inputs import AttentionInputs
-from kvkeep.contracts.entries import EvictedEntries, Piece
+from kvkeep.contracts.entries import EvictedEntries, Piece, gathered
 from kvkeep.contracts.hook import ReadingHook
 from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Meter
 from kvkeep.models.chat_templates import filled
+from kvkeep.stores.evicted.groups import GROUP
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.readers.rehearsal import Rehearsal, rehearsing
 from kvkeep.stores.sliding import noted, sliding_layers
@@ -242,28 +243,39 @@ class BestEvicted:
     def __init__(self, scores: Tensor, count: int) -> None:
         self.scores, self.count = scores, count
         self.entries: EvictedEntries | None = None
-        """The entries by rising score. A lane with fewer than others has the last places."""
 
     def take(self, left: EvictedEntries) -> None:
         """Take evicted entries, and drop those that are too many."""
         entries = left if self.entries is None else self.entries.joined(left)
         by_slot = entries.slots.argsort(1)
-        slots = entries.slots.gather(1, by_slot)
-        found = self.scores.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, float("-inf"))
+        found = self._scores(entries.slots.gather(1, by_slot), float("-inf"))
         order = by_slot.gather(1, found.argsort(dim=1, stable=True))
         self.entries = entries.at(order[:, max(0, order.shape[1] - self.count) :])
 
     def give(self, layer: Layer, meter: Meter) -> None:
-        """Let the layer's store take them. Each lane has the first places, so that its groups depend on no other lane.
-        In places without an entry are copies of the lane's last one."""
+        """Let the layer's store take them in groups of neighbours, which need fewer bits, first the groups whose best
+        scores are the lowest. Each lane has the first places, so that its groups depend on no other lane. In places
+        without an entry are copies of the lane's last one."""
         if self.entries is None:
             return
-        number, columns = (self.entries.slots >= 0).sum(1, keepdim=True), self.entries.slots.shape[1]
-        places = torch.arange(int(number.max()), device=number.device)
-        found = self.entries.at((places + columns - number).clamp(max=columns - 1))
+        slots = self.entries.slots
+        number = (slots >= 0).sum(1, keepdim=True)
+        places = torch.arange(int(number.max()), device=slots.device).expand(len(slots), -1)
+        by_slot = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).argsort(1)
+        scores = self._scores(slots.gather(1, by_slot), float("inf"))
+        groups = places.shape[1] // GROUP * GROUP
+        best = scores[:, :groups].unflatten(1, (-1, GROUP)).amax(2)
+        grouped = places[:, :groups].unflatten(1, (-1, GROUP))
+        order = gathered(grouped, best.argsort(dim=1, stable=True)).flatten(1)
+        order = torch.cat([order, places[:, groups:]], 1).minimum(number - 1).clamp(min=0)
+        found = self.entries.at(by_slot.gather(1, order))
         found = found._replace(slots=found.slots.masked_fill(places >= number, -1), gaps=True)
         with meter.holding(*self.entries[:2], *found[:2]):
             layer.evicted.take(found, layer.resident)
+
+    def _scores(self, slots: Tensor, empty: float) -> Tensor:
+        """Return the scores of the entries of ``slots`` (lanes, n). empty: that of a place without an entry."""
+        return self.scores.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, empty)
 
 
 def _words(tokenizer: Any, first: str) -> Words:
