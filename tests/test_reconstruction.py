@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 from conftest import tokenizer
 from families import tiny
 from helpers import allocated, assert_near, bounded, counted, expected, padded, prompt, slots_of, step
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvkeep import KeepCache, UsageError
 from kvkeep import reconstruction as own
-from kvkeep.contracts.entries import EntryState
+from kvkeep.contracts.entries import EntryState, EvictedEntries
+from kvkeep.memory.meter import Meter
 from kvkeep.policies.selectors.kvzip import KVzip
+from kvkeep.stores.evicted.groups import GROUP
 
 
 @pytest.fixture
@@ -282,6 +287,58 @@ def test_rows_of_different_shares_take_the_memory_of_theirs() -> None:
     step("llama", cache, ids[:1, 80:].repeat(3, 1))
     lanes = [[len(slots) for slots in slots_of(layer)] for layer in bounded(cache)]
     assert lanes == [own[:2] * 3 for own in before]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 110), min_size=1, max_size=4), st.sampled_from([32, 64]), st.integers(0, 99))
+def test_a_store_gets_groups_of_the_best_in_each_lane(counts: list[int], limit: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 40, (len(counts), 120), generator=draw) / 40  # some are equal
+    slots = torch.full((len(counts), 120), -1, dtype=torch.int32)
+    for lane, count in enumerate(counts):
+        places, chosen = (torch.randperm(120, generator=draw)[:count] for _ in range(2))
+        slots[lane, places] = chosen.int()
+
+    def given_to_store(lanes: slice) -> list[list[list[int]]]:
+        """The groups that the store gets of each lane, -1 for an empty place."""
+        best, taken = own.BestEvicted(scores[lanes], limit, Meter()), list[EvictedEntries]()
+        for part in slots[lanes].split(50, 1):
+            numbers = part[..., None].float()
+            best.take(EvictedEntries(numbers, -numbers, part))
+        layer: Any = SimpleNamespace(evicted=SimpleNamespace(take=lambda left, _: taken.append(left)), resident=None)
+        best.give(layer)
+        if not taken:
+            return [[] for _ in slots[lanes]]
+        (left,) = taken
+        real = left.slots >= 0
+        assert torch.equal(left.keys[real][:, 0].int(), left.slots[real]) and torch.equal(left.keys, -left.values)
+        return [[part.tolist() for part in lane.split(GROUP)] for lane in left.slots]
+
+    for lane, groups in enumerate(given_to_store(slice(None))):
+        score = scores[lane].tolist()
+        kept = sorted(sorted(slots[lane][slots[lane] >= 0].tolist(), key=lambda slot: (score[slot], slot))[-limit:])
+        expected = [kept[at : at + GROUP] for at in range(0, len(kept), GROUP)]
+        filled = [[slot for slot in group if slot >= 0] for group in groups]
+        filled = [group for group in filled if group]
+        assert sorted(filled) == sorted(expected)
+        full = [group for group in groups if len(group) == GROUP]
+        tops = [max((score[slot] for slot in group if slot >= 0), default=-1.0) for group in full]
+        assert tops == sorted(tops)
+        (alone,) = given_to_store(slice(lane, lane + 1))
+        assert sorted(slot for group in alone for slot in group) == kept and sorted(filled) == sorted(alone)
+
+
+@pytest.mark.parametrize("method", ["kvzip+quantize:4", "kvzip+tiers"])
+def test_a_text_of_padding_and_few_tokens_is_kept(method: str) -> None:
+    """Though it has more slots than the budget, no entry is evicted."""
+    ids, mask = padded([5, 4])
+    ids, mask = (torch.nn.functional.pad(part, (123, 0)) for part in (ids, mask))
+    cache = KeepCache(tiny("llama"), method, 96, chunk=40)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = step("llama", cache, ids, mask, position_ids=positions)
+    for row, length in enumerate((5, 4)):
+        whole = step("llama", KeepCache(tiny("llama"), "full"), ids[row : row + 1, -length:])
+        assert_near(logits[row : row + 1, -length:], whole)
 
 
 @pytest.mark.parametrize("method", ["kvzip", "kvzip+quantize:4", "kvzip+tiers"])

@@ -217,7 +217,7 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
     for layer, reader in zip(cache.geometry.full_layers, readers, strict=True):
         source, target, scores = old.layers[layer.index], cache.layers[layer.index], reader.scores
         limit = target.evicted.max_entries
-        best = BestEvicted(scores, limit) if limit else None
+        best = BestEvicted(scores, limit, cache.meter) if limit else None
         for piece in chain(source.evicted.pages(), source.resident.pieces()):
             keys, values = (part[:, 0].split(chunk, 1) for part in (piece.keys, piece.values))
             first = piece.first
@@ -227,7 +227,7 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
                 target.settle(take=None if best is None else best.take)
                 first += key.shape[1]
         if best is not None:
-            best.give(target, cache.meter)
+            best.give(target)
         if reader.hook is not None:
             reader.hook.chosen(source, target)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
@@ -240,42 +240,43 @@ class BestEvicted:
     """The ``count`` evicted entries of each lane with the highest ``scores`` (lanes, slots); of equal scores, the newer
     ones."""
 
-    def __init__(self, scores: Tensor, count: int) -> None:
-        self.scores, self.count = scores, count
+    def __init__(self, scores: Tensor, count: int, meter: Meter) -> None:
+        self.scores, self.count, self.meter = scores, count, meter
         self.entries: EvictedEntries | None = None
 
     def take(self, left: EvictedEntries) -> None:
         """Take evicted entries, and drop those that are too many."""
         entries = left if self.entries is None else self.entries.joined(left)
         by_slot = entries.slots.argsort(1)
-        found = self._scores(entries.slots.gather(1, by_slot), float("-inf"))
-        order = by_slot.gather(1, found.argsort(dim=1, stable=True))
-        self.entries = entries.at(order[:, max(0, order.shape[1] - self.count) :])
+        order = by_slot.gather(1, self._scored(entries.slots.gather(1, by_slot)).argsort(dim=1, stable=True))
+        with self.meter.holding(*entries[:2]):
+            self.entries = entries.at(order[:, max(0, order.shape[1] - self.count) :])
 
-    def give(self, layer: Layer, meter: Meter) -> None:
-        """Let the layer's store take them in groups of neighbours, which need fewer bits, first the groups whose best
-        scores are the lowest. Each lane has the first places, so that its groups depend on no other lane. In places
-        without an entry are copies of the lane's last one."""
+    def give(self, layer: Layer) -> None:
+        """Let the layer's store take the entries in groups of neighbours, which lose less in few bits: first the groups
+        whose best scores are the lowest, because the first ones are replaced first. The places of a lane with fewer
+        entries than others are empty, whole groups first; its entries form the same groups in any company."""
         if self.entries is None:
             return
         slots = self.entries.slots
         number = (slots >= 0).sum(1, keepdim=True)
-        places = torch.arange(int(number.max()), device=slots.device).expand(len(slots), -1)
+        if not (columns := int(number.max())):
+            return
+        places = torch.arange(columns, device=slots.device).expand(len(slots), -1)
         by_slot = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).argsort(1)
-        scores = self._scores(slots.gather(1, by_slot), float("inf"))
-        groups = places.shape[1] // GROUP * GROUP
-        best = scores[:, :groups].unflatten(1, (-1, GROUP)).amax(2)
-        grouped = places[:, :groups].unflatten(1, (-1, GROUP))
-        order = gathered(grouped, best.argsort(dim=1, stable=True)).flatten(1)
-        order = torch.cat([order, places[:, groups:]], 1).minimum(number - 1).clamp(min=0)
-        found = self.entries.at(by_slot.gather(1, order))
-        found = found._replace(slots=found.slots.masked_fill(places >= number, -1), gaps=True)
-        with meter.holding(*self.entries[:2], *found[:2]):
+        grouped = columns // GROUP * GROUP
+        best = self._scored(slots.gather(1, by_slot))[:, :grouped].unflatten(1, (-1, GROUP)).amax(2)
+        groups = gathered(places[:, :grouped].unflatten(1, (-1, GROUP)), best.argsort(dim=1, stable=True))
+        order = torch.cat([groups.flatten(1), places[:, grouped:]], 1)
+        # An empty place has a copy of the lane's last entry, which does not widen the range of its group.
+        found = self.entries.at(by_slot.gather(1, order.minimum(number - 1).clamp(min=0)))
+        found = found._replace(slots=found.slots.masked_fill(order >= number, -1), gaps=True)
+        with self.meter.holding(*self.entries[:2], *found[:2]):
             layer.evicted.take(found, layer.resident)
 
-    def _scores(self, slots: Tensor, empty: float) -> Tensor:
-        """Return the scores of the entries of ``slots`` (lanes, n). empty: that of a place without an entry."""
-        return self.scores.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, empty)
+    def _scored(self, slots: Tensor) -> Tensor:
+        """Return the scores of the entries of ``slots`` (lanes, n); -inf for an empty place."""
+        return self.scores.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, float("-inf"))
 
 
 def _words(tokenizer: Any, first: str) -> Words:

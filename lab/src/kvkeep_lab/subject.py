@@ -243,8 +243,9 @@ class Subject:
         ]
 
     def write_each(self, prompts: Sequence[Sequence[int]], new: int, pinned: Sequence[int]) -> list[SubjectAnswer]:
-        """Do the same as :meth:`write` with each of ``prompts``. Their passes are shared where the engine can; of the
-        seconds each answer has the share of its tokens. pinned: one number for each prompt."""
+        """Do the same as :meth:`write` with each of ``prompts``, without penalties that the model's generation_config
+        states. Their passes are shared where the engine can; of the seconds each answer has the share of its tokens.
+        pinned: one number for each prompt."""
         contexts = [len(ids) + new for ids in prompts]
         caches = [self._cache(context, first) for context, first in zip(contexts, pinned, strict=True)]
         if any(isinstance(cache, PeerReader) for cache in caches):
@@ -253,7 +254,8 @@ class Subject:
 
     def _answers_to(self, asks: Sequence[Ask], caches: Sequence[Any], contexts: Sequence[int]) -> list[SubjectAnswer]:
         """Generate the answers to ``asks``, each in its cache, which holds the first tokens of the prompt. The seconds
-        of a prompt are those of its other tokens. contexts: the maximum tokens of each prompt and answer."""
+        of a prompt are those of the tokens that the cache did not hold. contexts: the maximum tokens of each prompt and
+        answer."""
         read = [len(ask.prompt) - cache.get_seq_length() for ask, cache in zip(asks, caches, strict=True)]
         start = time.perf_counter()
         answers = answered(self.loaded.model, asks, caches)

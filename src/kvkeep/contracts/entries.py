@@ -93,7 +93,7 @@ class EvictedEntries(NamedTuple):
         return self.each(lambda rows: gathered(rows, index))
 
     def joined(self, more: EvictedEntries) -> EvictedEntries:
-        """Return these entries and then ``more``, with the same optional parts."""
+        """Return these entries and then ``more``, with the optional parts that both have."""
         pairs = zip(self[:-1], more[:-1], strict=True)
         parts = (None if one is None or two is None else torch.cat([one, two], 1) for one, two in pairs)
         return EvictedEntries(*parts)._replace(gaps=self.gaps or more.gaps)  # type: ignore[arg-type]

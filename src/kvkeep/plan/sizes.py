@@ -36,6 +36,8 @@ BOOKKEEPING_BYTES = 16
 TOKEN_BYTES = 9
 """Bytes of a token's id, position and padding flag."""
 FLOAT_BYTES = 4
+COPIES = 3
+"""Copies of a layer's evicted entries that are in memory after a second reading, until they are codes."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,9 @@ def grant(
     if (reading := method.reading) is not None:  # a checkpoint contains the whole text until its second reading
         first = replace(method, fate=reading.fate, recall=Everything())
         text = CheckpointSpec("kv", "host") if spec is None else replace(spec, kind="kv")
-        peak = max(peak, peak_of(first, text))
+        size = sizes(geometry, method, tokens, budget, shared=shared, model=model)
+        copies = COPIES * size.stored * widest_bytes(geometry) if size.compressed else 0
+        peak = max(peak, peak_of(first, text) + copies)
     if rows is None:
         rows = 1
         if method.recall.drafts and budget is not None:  # the drafts and the token before them
