@@ -217,7 +217,7 @@ def test_executors_agree_in_every_case(name: str, calls: dict[str, int]) -> None
 def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(crop: bool, calls: dict[str, int]) -> None:
     """Empty places lie in groups, and among waiting entries: of lanes that evict fewer, and of cropped entries."""
     model = model_of("llama")
-    cache = KeepCache(model, "kvzip:sinks=2+quantize:4", 120, chunk=32)
+    cache = KeepCache(model, "kvzip:sinks=2+quantize:4", 140, chunk=32)
     ids = prompt(1, 260, seed=2)
     step(model, cache, ids[:, :150])
     assert not cache.reading
