@@ -254,8 +254,9 @@ class BestEvicted:
 
     def give(self, layer: Layer) -> None:
         """Let the layer's store take the entries in groups of neighbours, which lose less in few bits: first the groups
-        whose best scores are the lowest, because the first ones are replaced first. The places of a lane with fewer
-        entries than others are empty, whole groups first; its entries form the same groups in any company."""
+        whose best scores are the lowest, because a store that keeps this order replaces the first ones first. A lane
+        with fewer entries than others gets empty places, empty groups first. Which of its entries share a group does
+        not depend on other lanes."""
         if self.entries is None:
             return
         slots = self.entries.slots
@@ -268,7 +269,7 @@ class BestEvicted:
         best = self._scored(slots.gather(1, by_slot))[:, :grouped].unflatten(1, (-1, GROUP)).amax(2)
         groups = gathered(places[:, :grouped].unflatten(1, (-1, GROUP)), best.argsort(dim=1, stable=True))
         order = torch.cat([groups.flatten(1), places[:, grouped:]], 1)
-        # An empty place has a copy of the lane's last entry, which does not widen the range of its group.
+        # An empty place has a copy of the lane's last entry, which does not widen the range of their group.
         found = self.entries.at(by_slot.gather(1, order.minimum(number - 1).clamp(min=0)))
         found = found._replace(slots=found.slots.masked_fill(order >= number, -1), gaps=True)
         with self.meter.holding(*self.entries[:2], *found[:2]):

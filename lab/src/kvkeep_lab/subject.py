@@ -244,8 +244,8 @@ class Subject:
 
     def write_each(self, prompts: Sequence[Sequence[int]], new: int, pinned: Sequence[int]) -> list[SubjectAnswer]:
         """Do the same as :meth:`write` with each of ``prompts``, without penalties that the model's generation_config
-        states. Their passes are shared where the engine can; of the seconds each answer has the share of its tokens.
-        pinned: one number for each prompt."""
+        states. Answers share passes where the engine can; each has seconds in proportion to the tokens that it reads
+        and writes. pinned: one number for each prompt."""
         contexts = [len(ids) + new for ids in prompts]
         caches = [self._cache(context, first) for context, first in zip(contexts, pinned, strict=True)]
         if any(isinstance(cache, PeerReader) for cache in caches):

@@ -37,7 +37,7 @@ TOKEN_BYTES = 9
 """Bytes of a token's id, position and padding flag."""
 FLOAT_BYTES = 4
 COPIES = 3
-"""Copies of a layer's evicted entries that are in memory after a second reading, until they are codes."""
+"""Copies of a layer's evicted entries that are in memory after a second reading, until they become codes."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Layer(CacheLayerMixin):
 
     def settle(self, mapped: bool = False, take: Callable[[EvictedEntries], None] | None = None) -> None:
         """Make the pending entries resident; the store takes the entries evicted for them. mapped: they are mapped from
-        a file. take: receives the evicted entries, and the store does not."""
+        a file. take: receives the evicted entries instead of the store."""
         if self.pending is None:
             return
         (keys, values), self.pending = self.pending, None
