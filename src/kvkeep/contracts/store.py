@@ -43,7 +43,7 @@ class EvictedStore(Part):
 
     @property
     def max_entries(self) -> int | None:
-        """The number of entries of a lane that fit in full groups; beyond it, new ones replace others. None: no limit."""
+        """The number of entries of a lane that full groups hold; beyond it, new ones replace others. None: no limit."""
         return None
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:

@@ -19,8 +19,7 @@ from kvkeep.stores.evicted.groups import Codec, FewBits
 @dataclass(frozen=True)
 class Quantize(GroupedFate):
     """Evicted entries are kept at ``bits`` bits, in the part of the budget that exact entries leave. When it is full,
-    the entries evicted first are dropped; after a second reading, first the group whose
-    best score is the lowest."""
+    the entries evicted first are dropped; after a second reading, first the group whose best score is the lowest."""
 
     bits: int = 4
     """8, 4 or 2."""
