@@ -43,7 +43,8 @@ class EvictedStore(Part):
 
     @property
     def max_entries(self) -> int | None:
-        """The number of entries of a lane that full groups hold; beyond it, new ones replace others. None: no limit."""
+        """The number of entries of a lane that full groups hold; beyond it, new ones replace the oldest. None: no such
+        limit, or the store ranks its entries by itself."""
         return None
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:

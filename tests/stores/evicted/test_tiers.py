@@ -18,7 +18,7 @@ from kvkeep.contracts.entries import EvictedEntries
 from kvkeep.memory.extent import Extent, ShapeError
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.evicted.groups import GROUP
-from kvkeep.stores.evicted.tier_sizes import TIERS, channel_bytes, most_groups, prices, tier_counts, waiting_bytes
+from kvkeep.stores.evicted.tier_sizes import TIERS, channel_bytes, prices, tier_counts, waiting_bytes
 from kvkeep.stores.evicted.tiers import Tiers
 
 DIM, LANES = 16, 3
@@ -89,14 +89,6 @@ def test_counts_use_the_room() -> None:
         if sum(counts) < groups:  # what is gone is gone for room, not while much has many bits
             assert counts[0] + counts[1] <= sum(counts) / 8
     assert tier_counts(room, costs, 5) == [5, *[0] * (len(TIERS) - 1)]
-
-
-@given(st.integers(0, 200_000), st.sampled_from([2, 4]))
-def test_the_most_groups_are_the_last_of_which_none_is_dropped(room: int, width: int) -> None:
-    costs = prices(DIM, DIM, width)
-    most = most_groups(room, costs)
-    assert sum(tier_counts(room, costs, most)) == most
-    assert all(sum(tier_counts(room, costs, more)) < more for more in (most + 1, most + 2, 2 * most + 1))
 
 
 def test_least_attended_fall_first_in_each_head_by_itself() -> None:

@@ -3,7 +3,6 @@ predicts them by it."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,12 +48,6 @@ def tier_counts(limit: int, prices: Sequence[int], groups: int) -> list[int]:
         middle = (low + high) / 2
         low, high = (middle, high) if size(middle) <= limit else (low, middle)
     return reach(low if size(high) > limit else high)
-
-
-def most_groups(limit: int, prices: Sequence[int]) -> int:
-    """Return the largest number of a lane's groups of which :func:`tier_counts` drops none."""
-    numbers = range(max(0, limit) // min(prices) + 1)
-    return bisect_left(numbers, True, key=lambda groups: sum(tier_counts(limit, prices, groups + 1)) <= groups)
 
 
 def tiers_hold(limit: int, layer: LayerGeometry, width: int, left: Sequence[int]) -> PredictedBytes:

@@ -30,7 +30,7 @@ from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.step.plan import Span
 from kvkeep.stores.evicted.coded import ByChannel, CodedKeys, NormalisedValues, encode
 from kvkeep.stores.evicted.groups import GROUP, EncodedGroups, FewBits, Groups
-from kvkeep.stores.evicted.tier_sizes import Bits, channel_bytes, most_groups, prices, tier_counts, tiers, waiting_form
+from kvkeep.stores.evicted.tier_sizes import Bits, channel_bytes, prices, tier_counts, tiers, waiting_form
 
 
 class EntryGroups(NamedTuple):
@@ -132,10 +132,6 @@ class Tiers(Groups):
         self.tiers = [Tier(bits, meter) for bits in tiers(width)]
         self.bounds: list[Tensor] = []  # scale and offset of waiting keys, then of values, (lanes, 1, dim) each
         self._read: tuple[list[Span], tuple[Any, Any]] | None = None  # tiers, waiting entries; until these are new ones
-
-    @property
-    def max_entries(self) -> int:
-        return GROUP * most_groups(self.limit, self.prices)
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
