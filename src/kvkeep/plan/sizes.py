@@ -37,7 +37,8 @@ TOKEN_BYTES = 9
 """Bytes of a token's id, position and padding flag."""
 FLOAT_BYTES = 4
 COPIES = 3
-"""Copies of a layer's evicted entries that are in memory after a second reading, until they become codes."""
+"""The most copies of a layer's evicted entries in memory while it takes over a text that was read twice: those that
+are kept, the same in the store's order, and one chunk's choice of them."""
 
 
 @dataclass(frozen=True)
