@@ -6,10 +6,10 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
 * ``numbers: NAME``: the main numbers of a study;
 * ``paired: STORE MODEL METHOD``: the KL of other methods less that of METHOD, passage by passage;
 * ``bytes: STORE MODEL METHOD, METHOD``: the bytes at each budget without and with bookkeeping;
-* ``scores: STORE METRIC METHOD [MODEL]``: a metric of all methods, and that of METHOD less theirs, sample by sample,
-  and the number of samples where it is not the same everywhere;
-* ``texts: STORE METRIC METHOD [MODEL]``: the same with intervals over texts (one for each point of the axes and each
-  seed), because one cache answers all questions about a text;
+* ``scores: STORE METRIC METHOD [MODEL] [AXIS=VALUE,VALUE]``: a metric of all methods, and that of METHOD less theirs,
+  sample by sample, and the number of samples where it is not the same everywhere; only of points with these values;
+* ``texts: STORE METRIC METHOD [MODEL] [AXIS=VALUE,VALUE]``: the same with intervals over texts (one for each point of
+  the axes and each seed), because one cache answers all questions about a text;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -35,7 +35,7 @@ from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import VerdictOutcome
 from kvkeep_lab.report.formatting import titled
 from kvkeep_lab.report.group import Group
-from kvkeep_lab.report.methods import MethodResult
+from kvkeep_lab.report.methods import MethodResult, Samples
 from kvkeep_lab.report.studies import StudyGroup
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.statistics import Estimate, estimate, student
@@ -225,11 +225,14 @@ def _paired(named: str) -> Iterator[str]:
 
 
 def _scores(named: str, by_text: bool = False) -> Iterator[str]:
-    file, name, method, *models = named.split()
-    group = _group(file, *models)
-    budgets = _budgets(group)
-    results = {(one.method, at): one for one in group.measured for at in ([one.budget] if one.budget else budgets)}
-    metric = group.metric(name)
+    file, name, method, *chosen = named.split()
+    places = dict(word.split("=") for word in chosen if "=" in word)
+    group = _group(file, *(word for word in chosen if "=" not in word))
+    metric, measured = group.metric(name), [(one, _at(one.samples, places)) for one in group.measured]
+    measured = [(one, samples) for one, samples in measured if samples]
+    budgets = sorted({one.budget for one, _ in measured if one.budget}, key=lambda budget: float(budget.rstrip("%")))
+    results = {(one.method, at): (one, samples)
+               for one, samples in measured for at in ([one.budget] if one.budget else budgets)}  # fmt: skip
     form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
 
     def shown(texts: Iterable[Sequence[float]], form: str) -> str:
@@ -240,25 +243,35 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
         over = student([fmean(numbers) for numbers in found]) if by_text else estimate([*chain(*found)])
         return _shown(over, form, factor)
 
-    numbers = {way: [value for scores in one.samples.values() for value in scores.get(name, [])]
-               for way, one in results.items()}  # fmt: skip
+    numbers = {way: [value for scores in samples.values() for value in scores.get(name, [])]
+               for way, (_, samples) in results.items()}  # fmt: skip
     counted = len({len(found) for found in numbers.values() if found}) > 1
     after = ["", f", `{method}` less it", *([", N"] if counted else [])]
     columns = (f"{word}{what}" for word in _percent(budgets) for what in after)
     yield _head("-ln p a token" if metric.kind == "perplexity" else titled(metric), *columns)
-    for other in dict.fromkeys(one.method for one in group.measured if one.budget or one.method == method):
+    for other in dict.fromkeys(one.method for one, _ in measured if one.budget or one.method == method):
         cells = []
         for budget in budgets:
-            one, base = results.get((other, budget)), results.get((method, budget))
-            texts = {} if one is None else one.samples
+            _, texts = results.get((other, budget), (None, {}))
+            base, against = results.get((method, budget), (None, {}))
             cells.append(shown((scores.get(name, []) for scores in texts.values()), form))
             less = []
             if base is not None and other != method:
-                less = [base.minus({place: texts[place]}, name) for place in base.samples if place in texts]
+                less = [base.minus({place: texts[place]}, name) for place in against if place in texts]
             cells.append(shown(less, form.replace(":", ":+")))
             if counted:
                 cells.append(str(len(numbers.get((other, budget), []))) if texts else "-")
         yield _line(f"`{other}`", *cells)
+
+
+def _at(samples: Samples, places: Mapping[str, str]) -> Samples:
+    """Return the samples of the points whose axes have one of the values in ``places``, which commas separate."""
+    allowed = {axis: values.split(",") for axis, values in places.items()}
+    return {
+        (point, seed): scores
+        for (point, seed), scores in samples.items()
+        if all(str(json.loads(point)[axis]) in values for axis, values in allowed.items())
+    }
 
 
 def _points(named: str) -> Iterator[str]:
