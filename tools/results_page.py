@@ -21,6 +21,7 @@ alone.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ from kvkeep_lab.statistics import Estimate, estimate, student
 from kvkeep_lab.store import ResultFile
 from kvkeep_lab.subject import at_once
 from kvkeep_lab.tables import markdown
+
+from kvkeep.budget import Budget
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S)
@@ -108,8 +111,10 @@ def _head(*cells: str, left: int = 1, right: int | None = None) -> str:
     return markdown(cells, (), left, right)
 
 
-def _budgets(group: TaskGroup) -> list[str]:
-    return list(dict.fromkeys(one.budget for one in group.measured if one.budget))
+def _budgets(measured: Iterable[MethodResult]) -> list[str]:
+    """Return the budgets of some results, the smallest first."""
+    parsed = {one.budget: Budget.parse(one.budget) for one in measured if one.budget}
+    return sorted(parsed, key=lambda budget: (parsed[budget].unit, parsed[budget].amount))
 
 
 def _percent(budgets: Iterable[str]) -> list[str]:
@@ -210,7 +215,7 @@ def _result(group: TaskGroup, method: str, budget: str) -> MethodResult | None:
 def _paired(named: str) -> Iterator[str]:
     file, model, method = named.split()
     group = _group(file, model)
-    budgets = _budgets(group)
+    budgets = _budgets(group.measured)
     yield _head(f"KL less that of `{method}`", *_percent(budgets))
     for other in group.experiment.methods:
         if other == method:
@@ -229,18 +234,21 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
     places = dict(word.split("=") for word in chosen if "=" in word)
     group = _group(file, *(word for word in chosen if "=" not in word))
     metric, measured = group.metric(name), [(one, _at(one.samples, places)) for one in group.measured]
-    measured = [(one, samples) for one, samples in measured if samples]
-    budgets = sorted({one.budget for one, _ in measured if one.budget}, key=lambda budget: float(budget.rstrip("%")))
+    measured = [(one, samples) for one, samples in measured if any(scores.get(name) for scores in samples.values())]
+    if method not in (one.method for one, _ in measured):
+        raise SystemExit(f"{file} has no {name} of {method} where {places}.")
+    budgets = _budgets(one for one, _ in measured)
     results = {(one.method, at): (one, samples)
                for one, samples in measured for at in ([one.budget] if one.budget else budgets)}  # fmt: skip
     form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
 
-    def shown(texts: Iterable[Sequence[float]], form: str) -> str:
+    def shown(texts: Iterable[Sequence[float]], form: str, least: float = 0.0) -> str:
         """Return the mean of numbers that are given text by text; a single text has no interval over texts."""
         found = [numbers for numbers in texts if numbers]
+        scale = (least, 1.0) if metric.percent else (-math.inf, math.inf)
         if not found or (by_text and len(found) == 1):
             return form.format(factor * fmean(found[0])) if found else "-"
-        over = student([fmean(numbers) for numbers in found]) if by_text else estimate([*chain(*found)])
+        over = student([fmean(numbers) for numbers in found], scale=scale) if by_text else estimate([*chain(*found)])
         return _shown(over, form, factor)
 
     numbers = {way: [value for scores in samples.values() for value in scores.get(name, [])]
@@ -258,7 +266,7 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
             less = []
             if base is not None and other != method:
                 less = [base.minus({place: texts[place]}, name) for place in against if place in texts]
-            cells.append(shown(less, form.replace(":", ":+")))
+            cells.append(shown(less, form.replace(":", ":+"), least=-1.0))
             if counted:
                 cells.append(str(len(numbers.get((other, budget), []))) if texts else "-")
         yield _line(f"`{other}`", *cells)
@@ -307,7 +315,7 @@ def _by_point(one: MethodResult, name: str) -> dict[str, list[float]]:
 def _bytes(named: str) -> Iterator[str]:
     file, model, *methods = named.replace(",", "").split()
     group = _group(file, model)
-    budgets = _budgets(group)
+    budgets = _budgets(group.measured)
     yield _head("% of the bytes of a bfloat16 cache", *_percent(budgets))
     for method in methods:
         cells = []
