@@ -32,6 +32,29 @@ def test_the_tool_corrects_a_wrong_number(name: str, says: str, instead: str) ->
     assert says in page and TOOL.remade(page.replace(says, instead)) == page
 
 
+def test_a_table_has_the_samples_of_the_named_points_only() -> None:
+    store = "lab-tool-calls-shared.jsonl right full qwen2.5-coder-0.5b"
+
+    def rows(places: str = "") -> dict[str, list[str]]:
+        lines = TOOL.remade(f"<!-- scores: {store}{places} -->\n<!-- end -->").splitlines()[1:-1]
+        return {name.strip("`"): cells for name, *cells in (line.strip("| ").split(" | ") for line in lines)}
+
+    every, some = rows(), rows(" family=simple_python,live_simple")
+    heading = every["right calls (%)"]
+    assert heading == sorted(heading, key=lambda column: float(column.split(" %")[0]))  # the smallest budget first
+    samples = heading.index("50 %, N")
+    assert int(every["full"][samples]) > int(some["full"][samples])
+    assert "h2o" in some and "h2o" not in rows(" family=irrelevance")
+
+
+@pytest.mark.parametrize(("metric", "places"), [("right", "family=elsewhere"), ("valid", "family=irrelevance")])
+def test_points_without_samples_are_refused(metric: str, places: str) -> None:
+    with pytest.raises(SystemExit, match=metric):
+        TOOL.remade(
+            f"<!-- scores: lab-tool-calls-shared.jsonl {metric} full qwen2.5-coder-0.5b {places} -->\n<!-- end -->"
+        )
+
+
 def test_every_claim_is_on_one_page_once() -> None:
     """Also a claim whose experiment was not run."""
     from kvkeep_lab.experiment import load_experiment, packaged
