@@ -25,6 +25,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -233,13 +234,12 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
     file, name, method, *chosen = named.split()
     places = dict(word.split("=") for word in chosen if "=" in word)
     group = _group(file, *(word for word in chosen if "=" not in word))
-    metric, measured = group.metric(name), [(one, _at(one.samples, places)) for one in group.measured]
-    measured = [(one, samples) for one, samples in measured if any(scores.get(name) for scores in samples.values())]
-    if method not in (one.method for one, _ in measured):
-        raise SystemExit(f"{file} has no {name} of {method} where {places}.")
-    budgets = _budgets(one for one, _ in measured)
-    results = {(one.method, at): (one, samples)
-               for one, samples in measured for at in ([one.budget] if one.budget else budgets)}  # fmt: skip
+    metric, there = group.metric(name), [replace(one, samples=_at(one.samples, places)) for one in group.measured]
+    measured = [one for one in there if one.values(name)]
+    if method not in (one.method for one in measured):
+        raise SystemExit(f"{file} has no {name} of {method}: {named}.")
+    budgets = _budgets(measured)
+    results = {(one.method, at): one for one in measured for at in ([one.budget] if one.budget else budgets)}
     form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
 
     def shown(texts: Iterable[Sequence[float]], form: str, least: float = 0.0) -> str:
@@ -251,21 +251,20 @@ def _scores(named: str, by_text: bool = False) -> Iterator[str]:
         over = student([fmean(numbers) for numbers in found], scale=scale) if by_text else estimate([*chain(*found)])
         return _shown(over, form, factor)
 
-    numbers = {way: [value for scores in samples.values() for value in scores.get(name, [])]
-               for way, (_, samples) in results.items()}  # fmt: skip
-    counted = len({len(found) for found in numbers.values() if found}) > 1
+    numbers = {way: one.values(name) for way, one in results.items()}
+    counted = len({len(found) for found in numbers.values()}) > 1
     after = ["", f", `{method}` less it", *([", N"] if counted else [])]
     columns = (f"{word}{what}" for word in _percent(budgets) for what in after)
     yield _head("-ln p a token" if metric.kind == "perplexity" else titled(metric), *columns)
-    for other in dict.fromkeys(one.method for one, _ in measured if one.budget or one.method == method):
+    for other in dict.fromkeys(one.method for one in measured if one.budget or one.method == method):
         cells = []
         for budget in budgets:
-            _, texts = results.get((other, budget), (None, {}))
-            base, against = results.get((method, budget), (None, {}))
+            one, base = results.get((other, budget)), results.get((method, budget))
+            texts = {} if one is None else one.samples
             cells.append(shown((scores.get(name, []) for scores in texts.values()), form))
             less = []
             if base is not None and other != method:
-                less = [base.minus({place: texts[place]}, name) for place in against if place in texts]
+                less = [base.minus({place: texts[place]}, name) for place in base.samples if place in texts]
             cells.append(shown(less, form.replace(":", ":+"), least=-1.0))
             if counted:
                 cells.append(str(len(numbers.get((other, budget), []))) if texts else "-")
