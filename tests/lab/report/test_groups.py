@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from itertools import chain, combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups, unread
 from kvkeep_lab.report.chapter import VerdictOutcome
-from kvkeep_lab.report.methods import AXES, NOISE, frontier
+from kvkeep_lab.report.methods import AXES, NOISE, frontier, with_same_places
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
 from kvkeep_lab.statistics import Estimate, student
@@ -100,6 +102,11 @@ def test_claims_come_from_the_packaged_experiment_and_not_from_the_store(tmp_pat
     assert group.experiment.paper is not None and group.experiment.paper.setting == "?"
 
 
+def powerset(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    every = list(values)
+    return chain.from_iterable(combinations(every, size) for size in range(len(every) + 1))
+
+
 MEMORY, SPEED = AXES
 FOUND, KL = Metric("m", "found"), Metric("m", "KL", "lower", "number")
 
@@ -128,6 +135,31 @@ def test_the_frontier_ignores_rounding_and_rows_without_a_time() -> None:
     assert frontier([line(1, 2 * NOISE), exact], KL, MEMORY)[-1] is exact
     timed, untimed = line(1, 0.5, 0.1), line(1, 0.9)
     assert frontier([timed, untimed], FOUND, SPEED) == [timed]
+
+
+@given(st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=6))
+def test_compared_results_have_the_same_places_and_most_numbers(places: list[set[int]]) -> None:
+    results: list[Any] = [SimpleNamespace(samples=dict.fromkeys(one)) for one in places]
+    found, common = with_same_places(results)
+    assert found == [result for result in results if common and common <= result.samples.keys()]
+    for subset in map(set, powerset(range(6))):
+        having = [one for one in places if subset <= one]
+        assert subset not in places or len(having) * len(subset) <= len(found) * len(common)
+
+
+def test_a_row_with_easier_samples_is_on_no_frontier(tmp_path: Path) -> None:
+    """Window has one of four places, and the highest mean."""
+    store = filled(tmp_path / "r.jsonl")
+    (whole,) = groups([store])
+    assert [one.as_dict() for one in whole.same_samples.measured] == [one.as_dict() for one in whole.measured]
+    first = next(row for row in store.records if row.method == "window")
+    store.records = [row for row in store.records if row.method != "window" or row is first]
+    first.scores["found"] = [2.0] * len(first.scores["found"])
+    (group,) = groups([store])
+    rows, compared = group.measured, group.same_samples.measured
+    assert [one.as_dict() for one in compared] == [one.as_dict() for one in rows if one.method != "window"]
+    said = f"Only {len(rows) - 1} of {len(rows)} rows are compared"
+    assert any(said in block for block in group.blocks() if isinstance(block, str))
 
 
 SHARE = (0.0, 1.0)

@@ -162,7 +162,23 @@ def _at(done: Sequence[TaskRecord]) -> Iterator[tuple[Point, dict[str, float]]]:
 
 
 def _samples(done: Sequence[TaskRecord]) -> Samples:
-    return {(json.dumps(record.point, sort_keys=True), record.seed): record.scores for record in done}
+    return {place_of(record): record.scores for record in done}
+
+
+def place_of(record: TaskRecord) -> Place:
+    """Return a record's place."""
+    return json.dumps(record.point, sort_keys=True), record.seed
+
+
+def with_same_places(results: Sequence[MethodResult]) -> tuple[list[MethodResult], set[Place]]:
+    """Return results that have the same places, and these places: where results times places are most. Means of other
+    places are not compared, because samples there may be easier."""
+    found = list[MethodResult](), set[Place]()
+    for places in (set(result.samples) for result in results):
+        mine = [result for result in results if places <= result.samples.keys()]
+        if len(mine) * len(places) > len(found[0]) * len(found[1]):
+            found = mine, places
+    return found
 
 
 @dataclass(frozen=True)

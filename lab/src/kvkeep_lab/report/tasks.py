@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,7 @@ from kvkeep_lab.report.chapter import Picture
 from kvkeep_lab.report.figures import draw_depths, draw_frontier, draw_maps, draw_quality
 from kvkeep_lab.report.formatting import code, listed, number, titled, ways
 from kvkeep_lab.report.group import Group
-from kvkeep_lab.report.methods import AXES, MethodResult, frontier, method_results
+from kvkeep_lab.report.methods import AXES, MethodResult, frontier, method_results, place_of, with_same_places
 from kvkeep_lab.report.verdicts import ClaimCase
 from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.store import TaskRecord
@@ -47,6 +47,14 @@ class TaskGroup(Group):
     def measured(self) -> list[MethodResult]:
         """The results with numbers."""
         return [result for result in self.results if result.scores]
+
+    @property
+    def same_samples(self) -> TaskGroup:
+        """The part in which each method has the same samples at each budget."""
+        results, places = with_same_places(self.measured)
+        ways = {(result.method, result.budget) for result in results}
+        records = [one for one in self.records if (one.method, one.budget) in ways and place_of(one) in places]
+        return replace(self, records=records)
 
     @property
     def prompts(self) -> tuple[int, int]:
@@ -97,7 +105,7 @@ class TaskGroup(Group):
             if any(record.depths for record in self.records):
                 yield Picture(f"{self.name}-depths", f"{self.title}, by depth", partial(draw_depths, self))
             yield from _by_name(self)
-            yield from _frontiers(self)
+            yield from _frontiers(self.same_samples, len(self.measured))
         yield from self.measuring(self.task.protocol, *self._tuned())
 
     @property
@@ -243,10 +251,10 @@ def _by_name(group: TaskGroup) -> Iterator[str]:
             yield markdown([titled(metric), "budget", *(code(named(value)) for value in columns)], rows, left=2)
 
 
-def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
+def _frontiers(group: TaskGroup, rows: int) -> Iterator[str | Picture]:
     """Yield the rows on a frontier as a table, and a figure of each frontier. Times that are not comparable have no
-    frontier."""
-    metric = group.task.metrics[0]
+    frontier. rows: how many the report's table has."""
+    metric, same = group.task.metrics[0], len(group.measured)
     axes = [axis for axis in AXES if any(axis.cost(result) is not None for result in group.measured)]
     axes = [axis for axis in axes if group.comparable or not axis.timed]
     of: dict[MethodResult, list[str]] = {}
@@ -258,13 +266,14 @@ def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
         f"A row is on a frontier if no other row has both less {' or '.join(axis.of for axis in axes)} and a "
         f"better mean ({metric.label}). Memory counts entries and checkpoints, wherever they are stored."
         + (" Times depend on the load of the machine while a row was measured." if group.comparable else "")
+        + (f" Only {same} of {rows} rows are compared: those with the same samples." if same < rows else "")
     )
-    rows = []
+    cells = []
     for result in sorted(of, key=lambda result: (result.total_bytes, group.measured.index(result))):
         quality = text.estimate_text(metric, result.scores[metric.name])
         cost = megabytes(result.total_bytes), milliseconds(result.token_s)
-        rows.append([code(result.method), result.budget or "-", quality, *cost, listed(of[result])])
-    yield markdown(["on the frontier", "budget", titled(metric), "memory", "token", "of"], rows, left=2, right=3)
+        cells.append([code(result.method), result.budget or "-", quality, *cost, listed(of[result])])
+    yield markdown(["on the frontier", "budget", titled(metric), "memory", "token", "of"], cells, left=2, right=3)
     for axis in axes:
         title = f"{group.title}, quality against {axis.of}"
         yield Picture(f"{group.name}-frontier-{axis.name}", title, partial(draw_frontier, group, axis))
