@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
 from types import SimpleNamespace
@@ -166,7 +167,7 @@ def test_the_best_of_every_lane_stay(family: str, least: float, received: list[l
 def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
     method: str, budget: int, received: list[list[torch.Tensor]]
 ) -> None:
-    """In each lane, and in a row with padding as in the same row alone."""
+    """In each lane, and in a row with padding as in the same row alone. The end of the text comes first."""
     ids, mask = padded([200, 170])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache, alone = (KeepCache(tiny("llama"), method, budget, chunk=40) for _ in range(2))
@@ -177,6 +178,9 @@ def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
         others = torch.tensor([200, 200, 170, 170]) - resident.sum(1)
         assert torch.equal((kept & ~resident).sum(1), others.clamp(max=layer.evicted.max_entries))
         assert not kept[:2].all()
+        newest = min(own.NEWEST, layer.evicted.max_entries // 2)
+        assert kept[:, -newest:].all()
+        scores[:, -newest:] = math.inf
         for lane, score in zip(kept, scores, strict=True):
             assert lane.all() or score[lane].min() >= score[~lane].max()
         slots = layer.evicted.slots.long()  # groups of neighbours; those with the lowest scores are dropped first
@@ -313,6 +317,7 @@ def test_a_store_gets_groups_of_the_best_in_each_lane(counts: list[int], limit: 
 
     for lane, groups in enumerate(given_to_store(slice(None))):
         score = scores[lane].tolist()
+        score[-min(own.NEWEST, limit // 2) :] = [math.inf] * min(own.NEWEST, limit // 2)
         kept = sorted(sorted(slots[lane][slots[lane] >= 0].tolist(), key=lambda slot: (score[slot], slot))[-limit:])
         expected = [kept[at : at + GROUP] for at in range(0, len(kept), GROUP)]
         filled = [[slot for slot in group if slot >= 0] for group in groups]

@@ -39,6 +39,8 @@ POSITIONS = 64
 """The minimum number of positions for a piece of the text and its introduction."""
 CUE = 8
 """Tokens of the previous piece that introduce a later one."""
+NEWEST = 128
+"""Newest slots whose evicted entries a store of few places gets first."""
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -238,10 +240,13 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
 
 class BestEvicted:
     """The ``count`` evicted entries of each lane with the highest ``scores`` (lanes, slots); of equal scores, the newer
-    ones."""
+    ones. Those of the :data:`NEWEST` slots, or of half of ``count`` slots, come first: a model that continues a text
+    needs its end more than a model that repeats it does."""
 
     def __init__(self, scores: Tensor, count: int, meter: Meter) -> None:
         self.scores, self.count, self.meter = scores, count, meter
+        self.newest = scores.shape[1] - min(NEWEST, count // 2)
+        """The first of the newest slots."""
         self.entries: EvictedEntries | None = None
 
     def take(self, left: EvictedEntries) -> None:
@@ -277,7 +282,8 @@ class BestEvicted:
 
     def _scored(self, slots: Tensor) -> Tensor:
         """Return the scores of the entries of ``slots`` (lanes, n); -inf for an empty place."""
-        return self.scores.gather(1, slots.clamp(min=0).long()).masked_fill(slots < 0, float("-inf"))
+        scores = self.scores.gather(1, slots.clamp(min=0).long())
+        return scores.masked_fill(slots >= self.newest, float("inf")).masked_fill(slots < 0, float("-inf"))
 
 
 def _words(tokenizer: Any, first: str) -> Words:
