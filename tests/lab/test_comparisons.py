@@ -188,5 +188,5 @@ def test_the_commit_is_that_of_the_running_code(tmp_path: Path, monkeypatch: pyt
         pytest.skip("no clone")
     assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", commit() or "")
     monkeypatch.setattr("kvkeep.__file__", str(tmp_path / "kvkeep" / "__init__.py"))
-    found = commit.__wrapped__()  # which is not cached
+    found = commit.__wrapped__()  # the cache has the clone's
     assert found is None or re.fullmatch(r"[0-9a-f]{7}", found)  # as pip wrote it down

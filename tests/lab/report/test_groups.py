@@ -138,7 +138,7 @@ def test_the_frontier_ignores_rounding_and_rows_without_a_time() -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=6))
-def test_compared_results_have_the_same_places_and_most_numbers(places: list[set[int]]) -> None:
+def test_compared_results_have_all_places_of_one_of_them(places: list[set[int]]) -> None:
     results: list[Any] = [SimpleNamespace(samples=dict.fromkeys(one)) for one in places]
     found, common = with_same_places(results)
     assert found == [result for result in results if common and common <= result.samples.keys()]
@@ -158,7 +158,20 @@ def test_a_row_with_easier_samples_is_on_no_frontier(tmp_path: Path) -> None:
     (group,) = groups([store])
     rows, compared = group.measured, group.same_samples.measured
     assert [one.as_dict() for one in compared] == [one.as_dict() for one in rows if one.method != "window"]
-    said = f"Only {len(rows) - 1} of {len(rows)} rows are compared"
+    said = f"{len(rows) - 1} of {len(rows)} rows are compared, on the samples that all of them have (N = 8)"
+    assert any(said in block for block in group.blocks() if isinstance(block, str))
+
+
+def test_a_frontier_leaves_out_places_that_few_rows_have(tmp_path: Path) -> None:
+    store = filled(tmp_path / "r.jsonl")
+    (whole,) = groups([store])
+    assert not any("rows are compared" in block for block in whole.blocks() if isinstance(block, str))
+    store.records = [row for row in store.records if row.method == "full" or row.point["length"] == 128]
+    (group,) = groups([store])
+    rows = group.same_samples.measured
+    assert [row.method for row in rows] == [row.method for row in group.measured]
+    assert {len(row.samples) for row in rows} == {2} and len(group.measured[0].samples) == 4
+    said = f"{len(rows)} of {len(rows)} rows are compared, on the samples that all of them have (N = 4)"
     assert any(said in block for block in group.blocks() if isinstance(block, str))
 
 

@@ -171,8 +171,8 @@ def place_of(record: TaskRecord) -> Place:
 
 
 def with_same_places(results: Sequence[MethodResult]) -> tuple[list[MethodResult], set[Place]]:
-    """Return results that have the same places, and these places: where results times places are most. Means of other
-    places are not compared, because samples there may be easier."""
+    """Return the results that have all places of one of them, and these places: of the one for which results times
+    places are most. Means of other places are not compared, because samples there may be easier."""
     found = list[MethodResult](), set[Place]()
     for places in (set(result.samples) for result in results):
         mine = [result for result in results if places <= result.samples.keys()]

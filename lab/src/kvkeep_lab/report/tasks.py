@@ -50,7 +50,7 @@ class TaskGroup(Group):
 
     @property
     def same_samples(self) -> TaskGroup:
-        """The part in which each method has the same samples at each budget."""
+        """The rows that can be compared, and the samples that all of them have."""
         results, places = with_same_places(self.measured)
         ways = {(result.method, result.budget) for result in results}
         records = [one for one in self.records if (one.method, one.budget) in ways and place_of(one) in places]
@@ -105,7 +105,7 @@ class TaskGroup(Group):
             if any(record.depths for record in self.records):
                 yield Picture(f"{self.name}-depths", f"{self.title}, by depth", partial(draw_depths, self))
             yield from _by_name(self)
-            yield from _frontiers(self.same_samples, len(self.measured))
+            yield from _frontiers(self)
         yield from self.measuring(self.task.protocol, *self._tuned())
 
     @property
@@ -251,29 +251,36 @@ def _by_name(group: TaskGroup) -> Iterator[str]:
             yield markdown([titled(metric), "budget", *(code(named(value)) for value in columns)], rows, left=2)
 
 
-def _frontiers(group: TaskGroup, rows: int) -> Iterator[str | Picture]:
+def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
     """Yield the rows on a frontier as a table, and a figure of each frontier. Times that are not comparable have no
-    frontier. rows: how many the report's table has."""
-    metric, same = group.task.metrics[0], len(group.measured)
-    axes = [axis for axis in AXES if any(axis.cost(result) is not None for result in group.measured)]
-    axes = [axis for axis in axes if group.comparable or not axis.timed]
+    frontier."""
+    part, metric = group.same_samples, group.task.metrics[0]
+    rows = len(part.measured)
+    used, cells = (sum(len(row.samples) for row in one.measured) for one in (part, group))
+    axes = [axis for axis in AXES if any(axis.cost(result) is not None for result in part.measured)]
+    axes = [axis for axis in axes if part.comparable or not axis.timed]
     of: dict[MethodResult, list[str]] = {}
     for axis in axes:
-        for result in frontier(group.measured, metric, axis):
+        for result in frontier(part.measured, metric, axis):
             of.setdefault(result, []).append(axis.name)
     yield "### The frontier"
     yield (
         f"A row is on a frontier if no other row has both less {' or '.join(axis.of for axis in axes)} and a "
         f"better mean ({metric.label}). Memory counts entries and checkpoints, wherever they are stored."
-        + (" Times depend on the load of the machine while a row was measured." if group.comparable else "")
-        + (f" Only {same} of {rows} rows are compared: those with the same samples." if same < rows else "")
+        + (" Times depend on the load of the machine while a row was measured." if part.comparable else "")
+        + (
+            f" {rows} of {len(group.measured)} rows are compared, on the samples that all of them have "
+            f"(N = {part.measured[0].scores[metric.name].n}), so their means may differ from those above."
+            if used < cells
+            else ""
+        )
     )
-    cells = []
-    for result in sorted(of, key=lambda result: (result.total_bytes, group.measured.index(result))):
+    lines = []
+    for result in sorted(of, key=lambda result: (result.total_bytes, part.measured.index(result))):
         quality = text.estimate_text(metric, result.scores[metric.name])
         cost = megabytes(result.total_bytes), milliseconds(result.token_s)
-        cells.append([code(result.method), result.budget or "-", quality, *cost, listed(of[result])])
-    yield markdown(["on the frontier", "budget", titled(metric), "memory", "token", "of"], cells, left=2, right=3)
+        lines.append([code(result.method), result.budget or "-", quality, *cost, listed(of[result])])
+    yield markdown(["on the frontier", "budget", titled(metric), "memory", "token", "of"], lines, left=2, right=3)
     for axis in axes:
-        title = f"{group.title}, quality against {axis.of}"
-        yield Picture(f"{group.name}-frontier-{axis.name}", title, partial(draw_frontier, group, axis))
+        title = f"{part.title}, quality against {axis.of}"
+        yield Picture(f"{part.name}-frontier-{axis.name}", title, partial(draw_frontier, part, axis))
