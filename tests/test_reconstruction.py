@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -178,8 +179,8 @@ def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
         others = torch.tensor([200, 200, 170, 170]) - resident.sum(1)
         assert torch.equal((kept & ~resident).sum(1), others.clamp(max=layer.evicted.max_entries))
         assert not kept[:2].all()
-        newest = min(own.NEWEST, layer.evicted.max_entries // 2)
-        assert kept[:, -newest:].all()
+        newest = layer.evicted.max_entries // 2
+        assert newest < own.NEWEST and kept[:, -newest:].all()
         scores[:, -newest:] = math.inf
         for lane, score in zip(kept, scores, strict=True):
             assert lane.all() or score[lane].min() >= score[~lane].max()
@@ -291,8 +292,16 @@ def test_rows_of_different_shares_take_the_memory_of_theirs() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 110), min_size=1, max_size=4), st.sampled_from([32, 64]), st.integers(0, 99))
-def test_a_store_gets_groups_of_the_best_in_each_lane(counts: list[int], limit: int, seed: int) -> None:
+@given(
+    st.lists(st.integers(0, 110), min_size=1, max_size=4),
+    st.sampled_from([(32, 128, 16), (64, 128, 32), (64, 5, 5)]),
+    st.integers(0, 99),
+)
+def test_a_store_gets_groups_of_the_newest_and_the_best_in_each_lane(
+    counts: list[int], sizes: tuple[int, int, int], seed: int
+) -> None:
+    """The store has a limit; of the newest slots that come first, it has a number, but at most half of the limit."""
+    limit, number, first = sizes
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 40, (len(counts), 120), generator=draw) / 40  # some are equal
     slots = torch.full((len(counts), 120), -1, dtype=torch.int32)
@@ -302,7 +311,8 @@ def test_a_store_gets_groups_of_the_best_in_each_lane(counts: list[int], limit: 
 
     def given_to_store(lanes: slice) -> list[list[list[int]]]:
         """The groups that the store gets of each lane, -1 for an empty place."""
-        best, taken = own.BestEvicted(scores[lanes], limit, Meter()), list[EvictedEntries]()
+        with patch.object(own, "NEWEST", number):
+            best, taken = own.BestEvicted(scores[lanes], limit, Meter()), list[EvictedEntries]()
         for part in slots[lanes].split(50, 1):
             numbers = part[..., None].float()
             best.take(EvictedEntries(numbers, -numbers, part))
@@ -317,7 +327,7 @@ def test_a_store_gets_groups_of_the_best_in_each_lane(counts: list[int], limit: 
 
     for lane, groups in enumerate(given_to_store(slice(None))):
         score = scores[lane].tolist()
-        score[-min(own.NEWEST, limit // 2) :] = [math.inf] * min(own.NEWEST, limit // 2)
+        score[-first:] = [math.inf] * first
         kept = sorted(sorted(slots[lane][slots[lane] >= 0].tolist(), key=lambda slot: (score[slot], slot))[-limit:])
         expected = [kept[at : at + GROUP] for at in range(0, len(kept), GROUP)]
         filled = [[slot for slot in group if slot >= 0] for group in groups]

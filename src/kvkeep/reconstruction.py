@@ -40,7 +40,7 @@ POSITIONS = 64
 CUE = 8
 """Tokens of the previous piece that introduce a later one."""
 NEWEST = 128
-"""Newest slots whose evicted entries a store of few places gets first."""
+"""How many of the newest slots come first in a store that has places for some of the evicted entries."""
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -240,13 +240,12 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
 
 class BestEvicted:
     """The ``count`` evicted entries of each lane with the highest ``scores`` (lanes, slots); of equal scores, the newer
-    ones. Those of the :data:`NEWEST` slots, or of half of ``count`` slots, come first: a model that continues a text
-    needs its end more than a model that repeats it does."""
+    ones. Those of the last :data:`NEWEST` slots of the batch come first, or of the last ``count // 2``: scores come
+    from repeating the text, and its end matters more to what follows."""
 
     def __init__(self, scores: Tensor, count: int, meter: Meter) -> None:
         self.scores, self.count, self.meter = scores, count, meter
-        self.newest = scores.shape[1] - min(NEWEST, count // 2)
-        """The first of the newest slots."""
+        self.first_newest = scores.shape[1] - min(NEWEST, count // 2)
         self.entries: EvictedEntries | None = None
 
     def take(self, left: EvictedEntries) -> None:
@@ -283,7 +282,7 @@ class BestEvicted:
     def _scored(self, slots: Tensor) -> Tensor:
         """Return the scores of the entries of ``slots`` (lanes, n); -inf for an empty place."""
         scores = self.scores.gather(1, slots.clamp(min=0).long())
-        return scores.masked_fill(slots >= self.newest, float("inf")).masked_fill(slots < 0, float("-inf"))
+        return scores.masked_fill(slots >= self.first_newest, float("inf")).masked_fill(slots < 0, float("-inf"))
 
 
 def _words(tokenizer: Any, first: str) -> Words:
