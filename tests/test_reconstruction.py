@@ -164,7 +164,7 @@ def test_the_best_of_every_lane_stay(family: str, least: float, received: list[l
 # -- when ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "budget"), [("kvzip+quantize:4", 80), ("kvzip+quantize:bits=2,exact=0.1", 50)])
+@pytest.mark.parametrize(("method", "budget"), [("kvzip+quantize:4,exact=0.5", 80), ("kvzip+quantize:2", 50)])
 def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
     method: str, budget: int, received: list[list[torch.Tensor]]
 ) -> None:
@@ -173,21 +173,32 @@ def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache, alone = (KeepCache(tiny("llama"), method, budget, chunk=40) for _ in range(2))
     step("llama", cache, ids, mask, position_ids=positions)
+    total = torch.zeros(2, dtype=torch.int64)
     for layer, scores in zip(bounded(cache), received[0], strict=True):
         resident = layer.resident.resident_slots()[:, :200]
         kept = layer.entry_states(200, 2).flatten(0, 1) > EntryState.DROPPED
         others = torch.tensor([200, 200, 170, 170]) - resident.sum(1)
-        assert torch.equal((kept & ~resident).sum(1), others.clamp(max=layer.evicted.max_entries))
+        places = torch.zeros(4, dtype=torch.int64)
+        for bank in layer.evicted.banks:
+            lanes = torch.arange(4)[slice(None) if bank.lanes is None else bank.lanes]
+            places[lanes] = bank.store.max_entries
+            newest = bank.store.max_entries // 2
+            assert newest < own.NEWEST and kept[lanes, -newest:].all()
+            scores[lanes, -newest:] = math.inf
+            slots = bank.store.slots[
+                :, : bank.store.kept
+            ].long()  # groups of neighbours; those with the lowest scores are dropped first
+            assert ((slots.diff(dim=2) > 0) | (slots < 0)[:, :, 1:]).all()
+            ranked = scores[lanes].gather(1, slots.clamp(min=0).flatten(1)).view(slots.shape)
+            best = ranked.masked_fill(slots < 0, -math.inf).amax(2)
+            assert (best[:, 1:] >= best[:, :-1]).all()
+        assert torch.equal((kept & ~resident).sum(1), others.clamp(max=places))
         assert not kept[:2].all()
-        newest = layer.evicted.max_entries // 2
-        assert newest < own.NEWEST and kept[:, -newest:].all()
-        scores[:, -newest:] = math.inf
+        total += places.view(2, 2).sum(1)
         for lane, score in zip(kept, scores, strict=True):
             assert lane.all() or score[lane].min() >= score[~lane].max()
-        slots = layer.evicted.slots.long()  # groups of neighbours; those with the lowest scores are dropped first
-        assert (slots.diff(dim=2) > 0).all()
-        best = scores.gather(1, slots.flatten(1)).view(slots.shape).amax(2)
-        assert (best.diff(dim=1) >= 0).all()
+    mean = bounded(cache)[0].evicted.max_entries
+    assert (total <= 2 * len(bounded(cache)) * mean).all() and (total > 2 * len(bounded(cache)) * (mean - GROUP)).all()
     step("llama", alone, ids[1:, 30:])
     for ours, single in zip(bounded(cache), bounded(alone), strict=True):
         assert torch.equal(ours.entry_states(200, 2)[1:, :, 30:], single.entry_states(170, 1))
@@ -312,12 +323,14 @@ def test_a_store_gets_groups_of_the_newest_and_the_best_in_each_lane(
     def given_to_store(lanes: slice) -> list[list[list[int]]]:
         """The groups that the store gets of each lane, -1 for an empty place."""
         with patch.object(own, "NEWEST", number):
-            best, taken = own.BestEvicted(scores[lanes], limit, Meter()), list[EvictedEntries]()
+            taken = list[EvictedEntries]()
+            store: Any = SimpleNamespace(max_entries=limit, take=lambda left, _: taken.append(left))
+            best = own.BestEvicted(store, None, scores[lanes], Meter())
         for part in slots[lanes].split(50, 1):
             numbers = part[..., None].float()
             best.take(EvictedEntries(numbers, -numbers, part))
-        layer: Any = SimpleNamespace(evicted=SimpleNamespace(take=lambda left, _: taken.append(left)), resident=None)
-        best.give(layer)
+        nobody: Any = None  # the store does not look at resident entries
+        best.give(nobody)
         if not taken:
             return [[] for _ in slots[lanes]]
         (left,) = taken
@@ -337,7 +350,8 @@ def test_a_store_gets_groups_of_the_newest_and_the_best_in_each_lane(
         tops = [max((score[slot] for slot in group if slot >= 0), default=-1.0) for group in full]
         assert tops == sorted(tops)
         (alone,) = given_to_store(slice(lane, lane + 1))
-        assert sorted(slot for group in alone for slot in group) == kept and sorted(filled) == sorted(alone)
+        alone = [[slot for slot in group if slot >= 0] for group in alone]
+        assert sorted(filled) == sorted(group for group in alone if group)
 
 
 @pytest.mark.parametrize("method", ["kvzip+quantize:4", "kvzip+tiers"])
@@ -363,7 +377,9 @@ def test_one_second_reading_serves_several_budgets(method: str, received: list[l
     passes = len(received)
     twins = [whole.fork(method, 120, context=200) for _ in range(2)]
     assert twins[0].compress(attention) is attention and twins[1].compress() is not None
-    for one, other in zip(received[passes], received[passes + 1], strict=True):
-        assert_near(one, other)
+    divisions = received[passes:]  # of each twin: of resident entries, and of codes where there are some
+    for ours, theirs in zip(divisions[: len(divisions) // 2], divisions[len(divisions) // 2 :], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_near(one, other)
     assert_near(*(step(model, twin, prompt(1, 4, seed=5)) for twin in twins))
     assert whole.reading and whole.get_seq_length() == 200

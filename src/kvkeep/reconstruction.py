@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,9 +26,12 @@ from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.inputs import AttentionInputs
 from kvkeep.contracts.entries import EvictedEntries, Piece, gathered
 from kvkeep.contracts.hook import ReadingHook
+from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import ReconstructionPieces
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Meter
+from kvkeep.memory.rows import up
 from kvkeep.models.chat_templates import filled
 from kvkeep.stores.evicted.groups import GROUP
 from kvkeep.stores.layer import Layer
@@ -131,15 +135,21 @@ def compress(cache: Any, readers: list[ReconstructionReader] | None = None) -> l
 def _shares(cache: Any, scores: list[Tensor], rows: int, entries: int) -> list[list[int]]:
     """Return the entries of each full layer's lanes by the scores of the second reading, ``entries`` on average. The
     selector divides those that are not pinned."""
-    method, ledger = cache.method, cache.ledger
-    if pinned := method.reserved:
-        slots = torch.arange(ledger.length, device=scores[0].device)
-        firsts = [ledger.first_by(layer.heads) for layer in cache.stream.bounded]
-        scores = [
-            part.masked_fill(slots < (0 if first is None else first) + pinned, float("-inf"))
-            for part, first in zip(scores, firsts, strict=True)
-        ]
-    return [[pinned + count for count in layer] for layer in method.selector.shares(scores, rows, entries - pinned)]
+    pinned, scores = cache.method.reserved, _with_pinned(cache, scores, float("-inf"))
+    shares = cache.method.selector.shares(scores, rows, entries - pinned)
+    return [[pinned + count for count in layer] for layer in shares]
+
+
+def _with_pinned(cache: Any, scores: list[Tensor], score: float) -> list[Tensor]:
+    """Return the scores (lanes, slots) of each full layer, ``score`` for the pinned entries."""
+    if not (pinned := cache.method.reserved):
+        return scores
+    slots = torch.arange(cache.ledger.length, device=scores[0].device)
+    firsts = [cache.ledger.first_by(layer.geometry.kv_heads) for layer in cache.stream.bounded]
+    return [
+        part.masked_fill(slots < (0 if first is None else first) + pinned, score)
+        for part, first in zip(scores, firsts, strict=True)
+    ]
 
 
 def _read_again(cache: Any) -> list[ReconstructionReader]:
@@ -215,21 +225,23 @@ def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) ->
 def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: int) -> None:
     """Give the entries of the layers of ``old`` to those of ``cache``, in order, with their scores, and free them layer
     by layer."""
-    chunk = cache.stream.chunk
-    for layer, reader in zip(cache.geometry.full_layers, readers, strict=True):
+    chunk, places = cache.stream.chunk, _places(cache, readers, rows)
+    for layer, reader, of_layer in zip(cache.geometry.full_layers, readers, places, strict=True):
         source, target, scores = old.layers[layer.index], cache.layers[layer.index], reader.scores
-        limit = target.evicted.max_entries
-        best = BestEvicted(scores, limit, cache.meter) if limit else None
+        best = [
+            BestEvicted(store, lanes, scores, cache.meter)
+            for lanes, store in (target.evicted.divide(of_layer) if of_layer else ())
+        ]
         for piece in chain(source.evicted.pages(), source.resident.pieces()):
             keys, values = (part[:, 0].split(chunk, 1) for part in (piece.keys, piece.values))
             first = piece.first
             for key, value in zip(keys, values, strict=True):
                 target.take(*(part.unflatten(0, (rows, -1)) for part in (key, value)))
                 target.resident.score_arriving(scores[:, first : first + key.shape[1]])
-                target.settle(take=None if best is None else best.take)
+                target.settle(take=partial(_take, best) if best else None)
                 first += key.shape[1]
-        if best is not None:
-            best.give(target)
+        for part in best:
+            part.give(target.resident)
         if reader.hook is not None:
             reader.hook.chosen(source, target)
         resident_bytes = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
@@ -238,46 +250,80 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
         source.resident = None  # released now, even if the layer is still referenced
 
 
-class BestEvicted:
-    """The ``count`` evicted entries of each lane with the highest ``scores`` (lanes, slots); of equal scores, the newer
-    ones. Those of the last :data:`NEWEST` slots of the batch come first, or of the last ``count // 2``: scores come
-    from repeating the text, and its end matters more to what follows."""
+def _places(cache: Any, readers: list[ReconstructionReader], rows: int) -> list[Sequence[int]]:
+    """Return how many evicted entries of each full layer's lanes a store takes: a group, and a share as the selector
+    divides a budget, by the scores of the entries that do not stay. Nothing for a store without a number of places."""
+    limits = [layer.evicted.max_entries for layer in cache.stream.bounded]
+    if not all(limits):
+        return [()] * len(limits)
+    mean, scores = min(limits) - GROUP, [reader.scores for reader in readers]
+    if not mean:
+        return [[GROUP] * len(part) for part in scores]
+    left = [_without_best(*pair) for pair in zip(_with_pinned(cache, scores, float("inf")), cache.shares, strict=True)]
+    divided = cache.method.selector.shares(left, rows, mean)
+    return [
+        [GROUP + count for count in share] * (len(part) // len(share))
+        for share, part in zip(divided, scores, strict=True)
+    ]
 
-    def __init__(self, scores: Tensor, count: int, meter: Meter) -> None:
-        self.scores, self.count, self.meter = scores, count, meter
-        self.first_newest = scores.shape[1] - min(NEWEST, count // 2)
+
+def _without_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return ``scores`` (lanes, slots), -inf for the ``counts`` highest of each lane, or of each KV head where all rows
+    agree. Of equal scores, the newer ones are the higher ones."""
+    number = torch.tensor(counts, device=scores.device).repeat(len(scores) // len(counts))[:, None]
+    ranks = torch.arange(scores.shape[1], 0, -1, device=scores.device).expand(scores.shape)
+    best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.argsort(dim=1, stable=True), ranks <= number)
+    return scores.masked_fill(best, float("-inf"))
+
+
+def _take(best: Sequence[BestEvicted], left: EvictedEntries) -> None:
+    for part in best:
+        part.take(left)
+
+
+class BestEvicted:
+    """The evicted entries of ``lanes`` (None: all) with the highest ``scores`` (all lanes, slots), as many as ``store``
+    has places for in each lane; of equal scores, the newer ones. Those of the last :data:`NEWEST` slots of the batch
+    come first, or of half as many slots as there are places: scores come from repeating the text, and its end matters
+    more to what follows."""
+
+    def __init__(self, store: EvictedStore, lanes: Tensor | None, scores: Tensor, meter: Meter) -> None:
+        assert store.max_entries is not None
+        self.store, self.lanes, self.meter, self.count = store, lanes, meter, store.max_entries
+        self.scores = scores if lanes is None else scores[lanes]
+        self.first_newest = scores.shape[1] - min(NEWEST, self.count // 2)
         self.entries: EvictedEntries | None = None
 
     def take(self, left: EvictedEntries) -> None:
-        """Take evicted entries, and drop those that are too many."""
+        """Take evicted entries of all lanes, and drop those that are too many."""
+        left = left if self.lanes is None else left.each(lambda rows: rows[self.lanes])
         entries = left if self.entries is None else self.entries.joined(left)
         by_slot = entries.slots.argsort(1)
         order = by_slot.gather(1, self._scored(entries.slots.gather(1, by_slot)).argsort(dim=1, stable=True))
         with self.meter.holding(*entries[:2]):
             self.entries = entries.at(order[:, max(0, order.shape[1] - self.count) :])
 
-    def give(self, layer: Layer) -> None:
-        """Let the layer's store take the entries in groups of neighbours, which lose less in few bits: first the groups
-        whose best scores are the lowest, because a store that keeps this order replaces the first ones first. A lane
-        with fewer entries than others gets empty places, empty groups first. Which of its entries share a group does
-        not depend on other lanes."""
+    def give(self, resident: WorkingSet) -> None:
+        """Let the store take the entries in groups of neighbours, which lose less in few bits: first the groups whose
+        best scores are the lowest, because a store that keeps this order replaces the first ones first. A lane with
+        fewer entries than others gets empty places, empty groups first. Which of its entries share a group does not
+        depend on other lanes."""
         if self.entries is None:
             return
         slots = self.entries.slots
         number = (slots >= 0).sum(1, keepdim=True)
-        if not (columns := int(number.max())):
+        if not (columns := up(int(number.max()), GROUP)):
             return
-        places = torch.arange(columns, device=slots.device).expand(len(slots), -1)
-        by_slot = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).argsort(1)
-        grouped = columns // GROUP * GROUP
-        best = self._scored(slots.gather(1, by_slot))[:, :grouped].unflatten(1, (-1, GROUP)).amax(2)
-        groups = gathered(places[:, :grouped].unflatten(1, (-1, GROUP)), best.argsort(dim=1, stable=True))
-        order = torch.cat([groups.flatten(1), places[:, grouped:]], 1)
+        by_slot = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).argsort(1)[:, :columns]
+        scores = self._scored(slots.gather(1, by_slot))
+        scores = torch.nn.functional.pad(scores, (0, columns - scores.shape[1]), value=float("-inf"))
+        places = torch.arange(columns, device=slots.device).expand(len(slots), -1).unflatten(1, (-1, GROUP))
+        order = gathered(places, scores.unflatten(1, (-1, GROUP)).amax(2).argsort(dim=1, stable=True)).flatten(1)
         # An empty place has a copy of the lane's last entry, which does not widen the range of their group.
         found = self.entries.at(by_slot.gather(1, order.minimum(number - 1).clamp(min=0)))
         found = found._replace(slots=found.slots.masked_fill(order >= number, -1), gaps=True)
         with self.meter.holding(*self.entries[:2], *found[:2]):
-            layer.evicted.take(found, layer.resident)
+            self.store.take(found, resident)
 
     def _scored(self, slots: Tensor) -> Tensor:
         """Return the scores of the entries of ``slots`` (lanes, n); -inf for an empty place."""

@@ -221,7 +221,8 @@ def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(cro
     ids = prompt(1, 260, seed=2)
     step(model, cache, ids[:, :150])
     assert not cache.reading
-    assert any(layer.evicted.gaps or layer.evicted.waiting_gaps for layer in cache.layers)
+    stores = [bank.store for layer in cache.layers for bank in layer.evicted.banks]
+    assert any(store.gaps or store.waiting_gaps for store in stores)
     for at in range(150, 250):
         if crop and at == 200:
             cache.crop(-10)

@@ -80,5 +80,6 @@ def test_a_bank_that_was_not_full_gives_no_empty_places() -> None:
     for part in prompt(1, 190, seed=5).split(32, 1):
         step("llama", cache, part)
     for layer in bounded(cache):
-        store = layer.evicted
+        (bank,) = layer.evicted.banks
+        store = bank.store
         assert store.slots is not None and not store.gaps and bool((store.slots[:, : store.kept] >= 0).all())

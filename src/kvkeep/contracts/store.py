@@ -47,6 +47,11 @@ class EvictedStore(Part):
         limit, or the store ranks its entries by itself."""
         return None
 
+    def divide(self, places: Sequence[int]) -> list[tuple[Tensor | None, EvictedStore]]:
+        """Give each lane its own number of ``places`` of full groups, where the store can, while it is empty. Return
+        the parts that take entries, with the lanes of each (None: all), in the host's memory."""
+        return [(None, self)]
+
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         """Take evicted entries. resident: the entries that stay."""
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kvkeep.contracts.part import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.base import GroupedFate
 from kvkeep.stores.evicted.coded import CodedKeys, CodedValues, encode_keys, encode_values, group_bytes, width
+from kvkeep.stores.evicted.group_banks import GroupBanks
 from kvkeep.stores.evicted.groups import Codec, FewBits
 
 
@@ -48,6 +50,9 @@ class Quantize(GroupedFate):
 
     def codec(self, site: Site) -> Codec:
         return Quantised(self.bits, site.meter)
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        return GroupBanks(self._groups(site.layer, site.geometry, site.entries), self.codec(site))
 
     def written(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
         return 4 * max(layer.key_dim, layer.value_dim)
