@@ -126,7 +126,7 @@ def test_an_invalid_method_is_refused_with_its_reason(text: str, words: list[str
             for kind in ("tokens", "residual:2")
         ],
         (BudgetError, {"method": "h2o"}, 0, "leaves 'h2o' nothing to attend to"),
-        (UsageError, {"method": "h2o+quantize:exact=0"}, 200, "The parameter 'exact'"),
+        (UsageError, {"method": "h2o+quantize:exact=-1"}, 200, "The parameter 'exact'"),
         (BudgetError, {"method": "streaming-llm:16"}, 16, "no space for entries beside 16 sinks"),
         (BudgetError, {"method": "kvslimmer"}, 35, "beside 32 sinks; give at least 36"),
         (BudgetError, {"method": "h2o+sketch"}, 11, "at least 12"),

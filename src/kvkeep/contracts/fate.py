@@ -51,6 +51,10 @@ class Fate(ABC):
         sentence; None where it can."""
         return None
 
+    def after_second_reading(self) -> Fate:
+        """Return the fate, with the defaults for entries that a second reading of the text has scored."""
+        return self
+
     def resident(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for resident entries."""
         return entries

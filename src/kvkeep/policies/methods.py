@@ -248,6 +248,7 @@ def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Metho
     a label leaves that to the selector."""
     about = recall if recall.label else selector
     recall = _default_recall(selector, fate, recall)
+    fate = fate if selector.reconstruction is None else fate.after_second_reading()
     summary = " ".join((type(about).__doc__ or "").partition("\n\n")[0].replace("``", "").split())
     summary = summary.partition(". ")[0].removesuffix(".") + "."
     return Method(name, selector, fate, recall, summary, about.source or selector.source)

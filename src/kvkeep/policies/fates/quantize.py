@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
-from kvkeep.policies.fates.base import GroupedFate
+from kvkeep.policies.fates.base import GroupedFate, exact_entries
 from kvkeep.stores.evicted.coded import CodedKeys, CodedValues, encode_keys, encode_values, group_bytes, width
 from kvkeep.stores.evicted.group_banks import GroupBanks
 from kvkeep.stores.evicted.groups import Codec, FewBits
@@ -25,8 +25,9 @@ class Quantize(GroupedFate):
 
     bits: int = 4
     """8, 4 or 2."""
-    exact: float = 0.5
-    """The share of the budget for exact entries, or (from 1 on) their number, at most half of the budget."""
+    exact: float = 0
+    """The share of the budget for exact entries, or (from 1 on) their number, at most half of the budget. 0: half of
+    the budget; a tenth of it where the text is read a second time."""
 
     label: ClassVar[str] = "quantised"
     source: ClassVar[str] = "KIVI, arXiv:2402.02750"
@@ -35,6 +36,12 @@ class Quantize(GroupedFate):
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
             raise UsageError(f"Entries are kept at 8, 4 or 2 bits, not {self.bits}.")
+
+    def after_second_reading(self) -> Quantize:
+        return self if self.exact else replace(self, exact=0.1)
+
+    def resident(self, entries: int) -> int:
+        return exact_entries(self.exact or 0.5, entries)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         for layer in geometry.full_layers:
