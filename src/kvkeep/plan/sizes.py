@@ -329,7 +329,8 @@ def grant(
         first = replace(method, fate=reading.fate, recall=Everything())
         text = CheckpointSpec("kv", "host") if spec is None else replace(spec, kind="kv")
         size = sizes(geometry, method, tokens, budget, shared=shared, model=model)
-        copies = COPIES * size.stored * widest_bytes(geometry) if size.compressed else 0
+        stored = min(tokens, size.stored * len(geometry.full_layers))  # a layer may have more places than others
+        copies = COPIES * stored * widest_bytes(geometry) if size.compressed else 0
         peak = max(peak, peak_of(first, text) + copies)
     if rows is None:
         rows = 1
