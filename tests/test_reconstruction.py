@@ -164,6 +164,17 @@ def test_the_best_of_every_lane_stay(family: str, least: float, received: list[l
 # -- when ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("pin", [0, 4])
+def test_a_row_divides_its_places_as_if_it_were_alone(pin: int) -> None:
+    ids, mask = padded([200, 170])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, alone = (KeepCache(tiny("llama"), "kvzip+quantize:4", 60, chunk=40, pin=pin) for _ in range(2))
+    step("llama", cache, ids, mask, position_ids=positions)
+    step("llama", alone, ids[1:, 30:])
+    for ours, single in zip(bounded(cache), bounded(alone), strict=True):
+        assert torch.equal(ours.entry_states(200, 2)[1:, :, 30:], single.entry_states(170, 1))
+
+
 @pytest.mark.parametrize(("method", "budget"), [("kvzip+quantize:4,exact=0.5", 80), ("kvzip+quantize:2", 50)])
 def test_what_is_kept_in_few_bits_is_the_best_of_the_rest(
     method: str, budget: int, received: list[list[torch.Tensor]]

@@ -30,7 +30,7 @@ from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import ReconstructionPieces
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
-from kvkeep.memory.meter import Meter
+from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.rows import up
 from kvkeep.models.chat_templates import filled
 from kvkeep.stores.evicted.groups import GROUP
@@ -146,9 +146,9 @@ def _with_pinned(cache: Any, scores: list[Tensor], score: float) -> list[Tensor]
         return scores
     slots = torch.arange(cache.ledger.length, device=scores[0].device)
     firsts = [cache.ledger.first_by(layer.geometry.kv_heads) for layer in cache.stream.bounded]
+    places = [slots if first is None else slots - first for first in firsts]  # negative for padding
     return [
-        part.masked_fill(slots < (0 if first is None else first) + pinned, score)
-        for part, first in zip(scores, firsts, strict=True)
+        part.masked_fill((place >= 0) & (place < pinned), score) for part, place in zip(scores, places, strict=True)
     ]
 
 
@@ -256,9 +256,9 @@ def _places(cache: Any, readers: list[ReconstructionReader], rows: int) -> list[
     limits = [layer.evicted.max_entries for layer in cache.stream.bounded]
     if not all(limits):
         return [()] * len(limits)
-    mean, scores = min(limits) - GROUP, [reader.scores for reader in readers]
-    if not mean:
-        return [[GROUP] * len(part) for part in scores]
+    mean, scores = limits[0] - GROUP, [reader.scores for reader in readers]
+    if not mean or len(set(limits)) > 1:  # places of heads of other widths have other bytes
+        return [[limit] * len(part) for limit, part in zip(limits, scores, strict=True)]
     left = [_without_best(*pair) for pair in zip(_with_pinned(cache, scores, float("inf")), cache.shares, strict=True)]
     divided = cache.method.selector.shares(left, rows, mean)
     return [
@@ -301,7 +301,8 @@ class BestEvicted:
         by_slot = entries.slots.argsort(1)
         order = by_slot.gather(1, self._scored(entries.slots.gather(1, by_slot)).argsort(dim=1, stable=True))
         with self.meter.holding(*entries[:2]):
-            self.entries = entries.at(order[:, max(0, order.shape[1] - self.count) :])
+            kept = entries.at(order[:, max(0, order.shape[1] - self.count) :])
+        self._hold(kept)
 
     def give(self, resident: WorkingSet) -> None:
         """Let the store take the entries in groups of neighbours, which lose less in few bits: first the groups whose
@@ -313,6 +314,7 @@ class BestEvicted:
         slots = self.entries.slots
         number = (slots >= 0).sum(1, keepdim=True)
         if not (columns := up(int(number.max()), GROUP)):
+            self._hold(None)
             return
         by_slot = slots.masked_fill(slots < 0, torch.iinfo(slots.dtype).max).argsort(1)[:, :columns]
         scores = self._scored(slots.gather(1, by_slot))
@@ -322,8 +324,15 @@ class BestEvicted:
         # An empty place has a copy of the lane's last entry, which does not widen the range of their group.
         found = self.entries.at(by_slot.gather(1, order.minimum(number - 1).clamp(min=0)))
         found = found._replace(slots=found.slots.masked_fill(order >= number, -1), gaps=True)
-        with self.meter.holding(*self.entries[:2], *found[:2]):
+        with self.meter.holding(*found[:2]):
             self.store.take(found, resident)
+        self._hold(None)
+
+    def _hold(self, entries: EvictedEntries | None) -> None:
+        """Keep ``entries`` in place of those before."""
+        sizes = (0 if one is None else nbytes(*one[:2]) for one in (entries, self.entries))
+        self.meter.hold(next(sizes) - next(sizes))
+        self.entries = entries
 
     def _scored(self, slots: Tensor) -> Tensor:
         """Return the scores of the entries of ``slots`` (lanes, n); -inf for an empty place."""
