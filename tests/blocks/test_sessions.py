@@ -14,7 +14,7 @@ import torch
 from cases import CASES, new_cache
 from conftest import tokenizer
 from families import tiny
-from helpers import assert_near, padded, prompt, step
+from helpers import assert_near, bounded, padded, prompt, step
 from storing import (
     IDS,
     LENGTH,
@@ -53,7 +53,7 @@ SOME = [
     *(("residual", "llama"), ("tokens", "qwen2"), ("h2o+kv", "phi3"), ("snapkv+verified, kv", "llama")),
     *(("h2o", "deepseek_v3"), ("streaming-llm", "llama"), ("kvzip", "llama"), ("revive", "llama")),
     *(("quest", "llama"), ("kvreviver", "qwen3"), ("kvslimmer", "llama"), ("cam", "llama")),
-    *(("kv", "gemma4"), ("quantized", "gpt2")),
+    *(("kv", "gemma4"), ("quantized", "gpt2"), ("kvzip+quantize:8", "llama")),
 ]  # fmt: skip
 EXACT = ["full", "kv-direct"]
 
@@ -365,6 +365,31 @@ def test_others_are_refused(tmp_path: Path) -> None:
         assert len(str(refused.value).splitlines()) == 1
     with pytest.raises(UsageError, match="ids of all 7 tokens"):
         save_session(tmp_path / "s", Session(cache, [[1, 2]]))
+
+
+@pytest.mark.parametrize("change", ["", "more places", "more exact entries"])
+def test_heads_that_divide_the_budget_have_no_more_than_it(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer may have more places for codes than the average. A session whose layers have more together, as one of a
+    version that divided otherwise, is read again."""
+    ids, exact = prompt(1, 400, seed=2), ",exact=0.5" if change == "more exact entries" else ""
+    cache = KeepCache(tiny("llama"), f"kvzip+quantize:4{exact}", 80, chunk=32)
+    step("llama", cache, ids)
+    stores = [layer.evicted for layer in bounded(cache)]
+    assert exact or any(store.places(2) > 2 * store.max_entries for store in stores)
+    if change == "more places":
+        stores[0].banks[0].store.capacity += 9
+    save_session(tmp_path / "s", Session(cache, ids.tolist()))
+    if exact:
+        with StoredSession.at(tmp_path / "s", writing=True) as stored:
+            assert stored.about is not None
+            stored.commit(stored.about | {"method": "kvzip+quantize:4"})
+    found = load_session(tmp_path / "s", tiny("llama")).cache
+    assert found.get_seq_length() == 400
+    assert ("it has more entries than its budget" in caplog.text) == bool(change)
+    if not exact:
+        assert all(map(torch.equal, found.entry_states(), cache.entry_states()))
 
 
 def test_another_tokenizer_rotation_or_budget_is_refused(tmp_path: Path) -> None:

@@ -338,9 +338,24 @@ def _fill(cache: KeepCache, about: dict[str, Any], blocks: Sequence[Block], stat
             if holding.length != past["length"]:
                 raise ShapeError(f"layer {number} has {holding.length} of {past['length']} tokens")
             holding.check()
+    if past["shares"] is not None:
+        _check_division(cache)
     if cache.ledger.records:  # a checkpoint may read them with the model
         within("ids", cache.ledger.ids.view(), 0, cache.model.get_input_embeddings().num_embeddings)
     cache.stream.record.keep_ends(_ends(state))
+
+
+def _check_division(cache: KeepCache) -> None:
+    """Raise ShapeError where the lanes of all layers have more entries together than the budget gives them."""
+    assert cache.entries is not None
+    resident = cache.method.division(cache.geometry, cache.entries).resident
+    entries = places = 0
+    for layer in cache.stream.bounded:
+        lanes, budgets, store = cache.rows * layer.heads, layer.resident.banks.budgets, layer.evicted
+        entries += sum(budgets) * lanes // len(budgets) - resident * lanes
+        places += store.places(lanes) - (store.max_entries or 0) * lanes
+    if entries > 0 or places > 0:
+        raise ShapeError("it has more entries than its budget")
 
 
 def _first_block(about: dict[str, Any]) -> int:

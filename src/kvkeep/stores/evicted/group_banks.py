@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,10 +35,10 @@ class GroupBank:
 
 
 class GroupBanks(EvictedStore):
-    """The newest groups of every lane. capacity: the number of groups of a lane, or their average after :meth:`divide`.
+    """The newest groups of every lane. capacity: the number of groups of a lane; after :meth:`divide`, the average of
+    all layers.
 
-    All banks take the same number of entries, with empty places for lanes that evict fewer, so that a group of each
-    lane is encoded in the same step.
+    All banks have the same number of waiting entries, so that a group of each lane is encoded in the same step.
     """
 
     def __init__(self, capacity: int, codec: Codec) -> None:
@@ -49,8 +50,7 @@ class GroupBanks(EvictedStore):
         return self.capacity * GROUP
 
     def divide(self, places: Sequence[int]) -> list[tuple[Tensor | None, EvictedStore]]:
-        """Give each lane a number of places, rounded down to groups: the sum is that of the average capacity, or less.
-        Called while the store is empty."""
+        """Give each lane a number of places, rounded down to groups."""
         groups = [count // GROUP for count in places]
         self.banks = []
         for capacity in sorted(set(groups)):
@@ -69,7 +69,7 @@ class GroupBanks(EvictedStore):
                 return bank.store.plan(append, first_lane, evicts)
             if len(append.keys) == 1 and first_lane in bank.places:
                 return bank.store.plan(append, bank.places[first_lane], evicts)
-        return None
+        return None  # one bank of resident entries, and several here
 
     def commit(self) -> None:
         for bank in self.banks:
@@ -137,17 +137,21 @@ class GroupBanks(EvictedStore):
             self.banks.append(GroupBank(None if lanes is None else lanes.cpu(), store))
 
     def check(self, extent: Extent) -> None:
-        found, places = list[int](), 0
+        found: list[int] = []
         for bank in self.banks:
             if bank.lanes is not None:
                 within("lanes", fits("lanes", bank.lanes, (None,), torch.int64), 0, extent.lanes)
             members = [*range(extent.lanes)] if bank.lanes is None else bank.lanes.tolist()
+            within("capacity", bank.store.capacity or 0, 1, sys.maxsize)
             bank.store.check(replace(extent, lanes=len(members)))
             found += members
-            places += len(members) * (bank.store.capacity or 0)
-        if sorted(found) != [*range(extent.lanes)]:
+        if sorted(found) != [*range(extent.lanes)] or len({bank.store.count for bank in self.banks}) > 1:
             raise ShapeError("evicted entries are not of all KV heads")
-        within("places", places, 0, extent.lanes * self.capacity + 1)
+
+    def places(self, lanes: int) -> int:
+        return sum(
+            (bank.store.max_entries or 0) * (lanes if bank.lanes is None else len(bank.lanes)) for bank in self.banks
+        )
 
     @property
     def compressed_bytes(self) -> int:
