@@ -91,7 +91,7 @@ STEP = {
     "h2o+sketch, shrunk": (28, 0),
     "quantized": (4, 0),
     "h2o+quantize:8": (4, 0),
-    "kvzip+quantize:8": (8, 0),
+    "kvzip+quantize:8": (6, 0),
     "snapkv+quantize:2": (4, 0),
     "h2o+quantize:4+pages:1": (52, 12),
     "kvreviver, averaged": (28, 0),

@@ -251,13 +251,14 @@ def _hand_over(cache: Any, old: Any, readers: list[ReconstructionReader], rows: 
 
 
 def _places(cache: Any, readers: list[ReconstructionReader], rows: int) -> list[Sequence[int]]:
-    """Return how many evicted entries of each full layer's lanes a store takes: a group, and a share as the selector
-    divides a budget, by the scores of the entries that do not stay. Nothing for a store without a number of places."""
+    """Return the number of places for evicted entries of each full layer's lanes: a group, and a share of the others as
+    the selector divides a budget, by the scores of the entries that are not resident. Nothing where a store has no
+    number of places."""
     limits = [layer.evicted.max_entries for layer in cache.stream.bounded]
     if not all(limits):
         return [()] * len(limits)
     mean, scores = limits[0] - GROUP, [reader.scores for reader in readers]
-    if not mean or len(set(limits)) > 1:  # places of heads of other widths have other bytes
+    if not mean or len(set(limits)) > 1:  # nothing to divide, or other bytes a place
         return [[limit] * len(part) for limit, part in zip(limits, scores, strict=True)]
     left = [_without_best(*pair) for pair in zip(_with_pinned(cache, scores, float("inf")), cache.shares, strict=True)]
     divided = cache.method.selector.shares(left, rows, mean)
@@ -330,8 +331,8 @@ class BestEvicted:
 
     def _hold(self, entries: EvictedEntries | None) -> None:
         """Keep ``entries`` in place of those before."""
-        sizes = (0 if one is None else nbytes(*one[:2]) for one in (entries, self.entries))
-        self.meter.hold(next(sizes) - next(sizes))
+        before, now = (0 if one is None else nbytes(*one[:2]) for one in (self.entries, entries))
+        self.meter.hold(now - before)
         self.entries = entries
 
     def _scored(self, slots: Tensor) -> Tensor:

@@ -48,13 +48,13 @@ class EvictedStore(Part):
         return None
 
     def divide(self, places: Sequence[int]) -> list[tuple[Tensor | None, EvictedStore]]:
-        """Give each lane its own number of ``places``, where the store can; it is empty. Return the stores of the
-        lanes, with the indices of the lanes (None: all), in the host's memory."""
+        """Give each lane of this empty store its own number of ``places``, where the store can. Return the stores, with
+        the indices of their lanes (None: all)."""
         return [(None, self)]
 
     def places(self, lanes: int) -> int:
-        """Return the number of entries that full groups of ``lanes`` lanes hold, :attr:`max_entries` for each, or as
-        many as :meth:`divide` gave them; 0 where there is no such limit."""
+        """Return how many entries the full groups of ``lanes`` lanes hold together: :attr:`max_entries` each, or what
+        :meth:`divide` gave them; 0 where there is no such limit."""
         return lanes * (self.max_entries or 0)
 
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:

@@ -329,7 +329,7 @@ def grant(
         first = replace(method, fate=reading.fate, recall=Everything())
         text = CheckpointSpec("kv", "host") if spec is None else replace(spec, kind="kv")
         size = sizes(geometry, method, tokens, budget, shared=shared, model=model)
-        stored = min(tokens, size.stored * len(geometry.full_layers))  # a layer may have more places than others
+        stored = min(tokens, size.stored * len(geometry.full_layers))  # at worst, a layer has the places of all
         copies = COPIES * stored * widest_bytes(geometry) if size.compressed else 0
         peak = max(peak, peak_of(first, text) + copies)
     if rows is None:

@@ -59,7 +59,7 @@ class Quantize(GroupedFate):
         return Quantised(self.bits, site.meter)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        return GroupBanks(self._groups(site.layer, site.geometry, site.entries), self.codec(site))
+        return GroupBanks(self._groups(site.layer, site.geometry, site.entries), self.codec(site), site.device)
 
     def written(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
         return 4 * max(layer.key_dim, layer.value_dim)

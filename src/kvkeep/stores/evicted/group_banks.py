@@ -22,7 +22,7 @@ class GroupBank:
     """Lanes with the same number of places."""
 
     lanes: Tensor | None
-    """The indices of the lanes, in the host's memory; None: all."""
+    """The indices of the lanes; None: all."""
     store: NewestGroups
     """Their entries."""
 
@@ -35,14 +35,14 @@ class GroupBank:
 
 
 class GroupBanks(EvictedStore):
-    """The newest groups of every lane. capacity: the number of groups of a lane; after :meth:`divide`, the average of
-    all layers.
+    """The newest groups of every lane. capacity: the number of groups of a lane; after :meth:`divide`, the average over
+    the lanes of all layers.
 
     All banks have the same number of waiting entries, so that a group of each lane is encoded in the same step.
     """
 
-    def __init__(self, capacity: int, codec: Codec) -> None:
-        self.capacity, self.codec = capacity, codec
+    def __init__(self, capacity: int, codec: Codec, device: torch.device) -> None:
+        self.capacity, self.codec, self.device = capacity, codec, device
         self.banks = [GroupBank(None, NewestGroups(capacity, codec))]
 
     @property
@@ -55,7 +55,7 @@ class GroupBanks(EvictedStore):
         self.banks = []
         for capacity in sorted(set(groups)):
             members = [lane for lane, count in enumerate(groups) if count == capacity]
-            lanes = None if len(members) == len(groups) else torch.tensor(members)
+            lanes = None if len(members) == len(groups) else torch.tensor(members, device=self.device)
             self.banks.append(GroupBank(lanes, NewestGroups(capacity, self.codec)))
         return [(bank.lanes, bank.store) for bank in self.banks]
 
@@ -69,7 +69,7 @@ class GroupBanks(EvictedStore):
                 return bank.store.plan(append, first_lane, evicts)
             if len(append.keys) == 1 and first_lane in bank.places:
                 return bank.store.plan(append, bank.places[first_lane], evicts)
-        return None  # one bank of resident entries, and several here
+        return None  # lanes of one resident bank are in several banks here
 
     def commit(self) -> None:
         for bank in self.banks:
@@ -86,7 +86,7 @@ class GroupBanks(EvictedStore):
     def states(self, lanes: int, length: int) -> Tensor:
         found = torch.full((lanes, length), EntryState.DROPPED, dtype=torch.int8)
         for bank in self.banks:
-            members = slice(None) if bank.lanes is None else bank.lanes
+            members = slice(None) if bank.lanes is None else bank.lanes.cpu()
             found[members] = bank.store.states(lanes if bank.lanes is None else len(bank.lanes), length)
         return found
 
@@ -101,7 +101,7 @@ class GroupBanks(EvictedStore):
                 bank.store.select(lanes)
                 self.banks.append(bank)
                 continue
-            chosen, places = (lanes.cpu()[:, None] == bank.lanes).nonzero(as_tuple=True)
+            chosen, places = (lanes.to(self.device)[:, None] == bank.lanes).nonzero(as_tuple=True)
             if len(chosen):
                 bank.store.select(places)
                 self.banks.append(GroupBank(None if len(chosen) == len(lanes) else chosen, bank.store))
@@ -134,7 +134,7 @@ class GroupBanks(EvictedStore):
             store = NewestGroups(int(tensors.pop("capacity")[0]), self.codec)
             lanes = tensors.pop("lanes", None)
             store.restore(tensors)
-            self.banks.append(GroupBank(None if lanes is None else lanes.cpu(), store))
+            self.banks.append(GroupBank(None if lanes is None else lanes.to(self.device), store))
 
     def check(self, extent: Extent) -> None:
         found: list[int] = []
