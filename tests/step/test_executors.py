@@ -230,6 +230,18 @@ def test_codes_are_read_in_planned_steps_where_lanes_evict_different_numbers(cro
     assert calls["run"] > 250
 
 
+def test_steps_are_planned_where_heads_have_different_numbers_of_codes_only(calls: dict[str, int]) -> None:
+    """Their exact entries are in one bank, and their codes in several."""
+    model, ids = model_of("llama"), prompt(1, 430, seed=2)
+    cache = KeepCache(model, "kvzip:least=0.8+quantize:4", 100, chunk=32)
+    step(model, cache, ids[:, :400])
+    layers = [layer for layer in cache.layers if len(layer.evicted.banks) > len(layer.resident.banks) == 1]
+    assert layers
+    for at in range(400, 430):
+        step(model, cache, ids[:, at : at + 1])
+    assert calls["run"] > 20 * len(cache.layers)
+
+
 @pytest.mark.parametrize("given", [{"method": "full"}, {"method": "kv-direct", "budget": 64, "checkpoint": "kv"}])
 def test_several_tokens_of_a_text_are_written_before_the_first_attends(
     given: dict[str, Any], calls: dict[str, int]

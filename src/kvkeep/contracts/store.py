@@ -47,6 +47,11 @@ class EvictedStore(Part):
         limit, or the store ranks its entries by itself."""
         return None
 
+    @property
+    def plans_each_lane(self) -> bool:
+        """Whether :meth:`plan` is for one lane at a time, because lanes have different numbers of places."""
+        return False
+
     def divide(self, places: Sequence[int]) -> list[tuple[Tensor | None, EvictedStore]]:
         """Give each lane of this empty store its own number of ``places``, where the store can. Return the stores, with
         the indices of their lanes (None: all)."""

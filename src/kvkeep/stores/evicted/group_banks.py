@@ -59,6 +59,10 @@ class GroupBanks(EvictedStore):
             self.banks.append(GroupBank(lanes, NewestGroups(capacity, self.codec)))
         return [(bank.lanes, bank.store) for bank in self.banks]
 
+    @property
+    def plans_each_lane(self) -> bool:
+        return len(self.banks) > 1
+
     def take(self, left: EvictedEntries, resident: WorkingSet) -> None:
         for bank in self.banks:
             bank.store.take(left.each(bank.of), resident)
@@ -67,9 +71,9 @@ class GroupBanks(EvictedStore):
         for bank in self.banks:
             if bank.lanes is None:
                 return bank.store.plan(append, first_lane, evicts)
-            if len(append.keys) == 1 and first_lane in bank.places:
+            if first_lane in bank.places:
                 return bank.store.plan(append, bank.places[first_lane], evicts)
-        return None  # lanes of one resident bank are in several banks here
+        return None
 
     def commit(self) -> None:
         for bank in self.banks:

@@ -208,7 +208,7 @@ class DraftAndVerify(ReadCheckpoint):
                 return None
             seen[:, bank.columns :] = tail <= place
             row = place + bank.columns
-            for first, lanes, keys, values, *_ in bank.runs:
+            for first, lanes, keys, values, *_ in bank.runs(by_lane=False):
                 append, span = Destination(keys, values), Span(keys, values, 0, keys.shape[-2])
                 parts.append(LayerStep(append, slot, attend=[span], seen=seen[lanes], first_lane=first, place=row))
         one, *others = sorted(parts, key=lambda part: part.first_lane)

@@ -72,7 +72,7 @@ class Bank:
     gaps: int = 0
     """The number of empty columns in use: the largest of any lane."""
     _runs: list[Run] = field(default_factory=list)
-    _run_of: tuple[Tensor | None, ...] = (None,) * 4
+    _run_of: tuple[Any, ...] = (None,) * 5
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the part of ``rows``, a tensor by lane, for this bank's lanes."""
@@ -121,23 +121,23 @@ class Bank:
         keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
         return Piece(keys, values, self.slots[:, : self.used], gaps=gaps, extra=extra, lanes=self.lanes)
 
-    @property
-    def runs(self) -> list[Run]:
-        """Lanes that lie one after the other in a row: a single run if this bank has all lanes, else one for each. Its
-        tensors are the same objects as long as this bank's are, because what is compiled for the native library is
-        found by them."""
-        now = self.keys, self.values, self.slots, self.scores
+    def runs(self, by_lane: bool) -> list[Run]:
+        """Return lanes that lie one after the other in a row: a single run if this bank has all lanes, else, or
+        ``by_lane``, one for each. Its tensors are the same objects as long as this bank's are, because what is compiled
+        for the native library is found by them."""
+        now = self.keys, self.values, self.slots, self.scores, by_lane
         if not all(map(is_, now, self._run_of)):
-            self._runs, self._run_of = self._made_runs(*now), now
+            self._runs, self._run_of = self._made_runs(by_lane, *now[:-1]), now
         return self._runs
 
-    def _made_runs(self, *tensors: Tensor | None) -> list[Run]:
-        if self.lanes is None:
+    def _made_runs(self, by_lane: bool, *tensors: Tensor | None) -> list[Run]:
+        if self.lanes is None and not by_lane:
             return [Run(0, slice(None), *tensors)]  # type: ignore[arg-type]
-        places = [slice(number, number + 1) for number in range(len(self.lanes))]
+        lanes = range(len(self.slots)) if self.lanes is None else self.lanes.tolist()
+        places = [slice(number, number + 1) for number in range(len(lanes))]
         return [
             Run(lane, rows, *(None if one is None else one[rows] for one in tensors))  # type: ignore[arg-type]
-            for lane, rows in zip(self.lanes.tolist(), places, strict=True)
+            for lane, rows in zip(lanes, places, strict=True)
         ]
 
     def counts(self) -> Tensor:

@@ -181,7 +181,7 @@ class Selected(WorkingSet):
                 ranks = self.ranking.of(bank, slot + 1).contiguous()
                 ranks = ranks if ranks.dtype in (torch.float32, torch.int32) else ranks.float()
             oldest = self.selector.may_tie or self.ranking.scored
-            for first_lane, lanes, keys, values, *beside in bank.runs:
+            for first_lane, lanes, keys, values, *beside in bank.runs(self.store.plans_each_lane):
                 append = Destination(keys, values, bank.used % bank.columns, *beside)
                 share = self.store.plan(append, first_lane, evicts)
                 if share is None:
