@@ -283,10 +283,10 @@ def _take(best: Sequence[BestEvicted], left: EvictedEntries) -> None:
 
 
 class BestEvicted:
-    """The evicted entries of ``lanes`` (None: all) with the highest ``scores`` (all lanes, slots), as many as ``store``
-    has places for in each lane; of equal scores, the newer ones. Those of the last :data:`NEWEST` slots of the batch
-    come first, or of half as many slots as there are places: scores come from repeating the text, and its end matters
-    more to what follows."""
+    """For each lane of ``store``, the evicted entries with the highest ``scores`` (all lanes, slots), up to the store's
+    limit; of equal scores, the newer ones. Those of the last :data:`NEWEST` slots of the batch come first, or of half
+    as many slots as the limit: scores come from repeating the text, and its end matters more to what follows. lanes:
+    those of the store; None: all."""
 
     def __init__(self, store: EvictedStore, lanes: Tensor | None, scores: Tensor, meter: Meter) -> None:
         assert store.max_entries is not None

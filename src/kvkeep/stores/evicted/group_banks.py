@@ -27,7 +27,9 @@ class GroupBank:
     """Their entries."""
 
     def __post_init__(self) -> None:
-        self.places = {} if self.lanes is None else {lane: place for place, lane in enumerate(self.lanes.tolist())}
+        lanes = [] if self.lanes is None else self.lanes.tolist()
+        self.index = {lane: place for place, lane in enumerate(lanes)}
+        """The place of each lane in the store."""
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the part of ``rows``, a tensor by lane, for the lanes of this bank."""
@@ -71,8 +73,8 @@ class GroupBanks(EvictedStore):
         for bank in self.banks:
             if bank.lanes is None:
                 return bank.store.plan(append, first_lane, evicts)
-            if first_lane in bank.places:
-                return bank.store.plan(append, bank.places[first_lane], evicts)
+            if first_lane in bank.index:
+                return bank.store.plan(append, bank.index[first_lane], evicts)
         return None
 
     def commit(self) -> None:
