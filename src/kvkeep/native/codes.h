@@ -27,37 +27,61 @@ INLINE vf signed_words(const uint8_t* p) {  // 16 signed integers of 16 bits
 
 // Codes first .. first + 15 of `count`, packed as stores/evicted/coded.py packs them: of n bytes, byte j has codes
 // j, j + n, ..
-INLINE vf decode_codes(const uint8_t* codes, int64_t bits, int64_t count, int64_t first) {
-  if (bits == 16) return signed_words(codes + 2 * first) * vset(1.0f / 256);
-  if (bits == 8) return vload_ubytes(codes + first);
-  const int64_t n = count * bits / 8, mask = (1 << bits) - 1;
+template <int BITS> INLINE vf decode_codes(const uint8_t* codes, int64_t count, int64_t first) {
+  if constexpr (BITS == 16) return signed_words(codes + 2 * first) * vset(1.0f / 256);
+  if constexpr (BITS == 8) return vload_ubytes(codes + first);
+  constexpr int mask = (1 << BITS) - 1;
+  const int64_t n = count * BITS / 8;
+  if (n % 16 == 0) {  // sixteen bytes have them, all in the same bits
+    int shift = 0;
+    for (; first >= n; first -= n) shift += BITS;
+    vf r = vset(as_float(uint32_t(127 - shift) << 23));  // 2^-shift
+    PARTWISE {
+      const I shifted = iand(ubytes_to_int(codes + first + i * W), iset(mask << shift));
+      r.part[i] = fmul(to_float(shifted), r.part[i]);
+    }
+    return r;
+  }
   uint8_t bytes[16];
   if (n % 8 == 0) {
     for (int64_t i = 0; i < 16; i += 8) {  // eight codes at a time
       uint64_t eight;
       memcpy(&eight, codes + (first + i) % n, 8);
-      eight = eight >> ((first + i) / n * bits) & uint64_t(mask) * 0x0101010101010101u;
+      eight = eight >> ((first + i) / n * BITS) & uint64_t(mask) * 0x0101010101010101u;
       memcpy(bytes + i, &eight, 8);
     }
   } else {
-    for (int64_t i = 0; i < 16; i++) bytes[i] = uint8_t(codes[(first + i) % n] >> ((first + i) / n * bits) & mask);
+    for (int64_t i = 0; i < 16; i++) bytes[i] = uint8_t(codes[(first + i) % n] >> ((first + i) / n * BITS) & mask);
   }
   return vload_ubytes(bytes);
+}
+
+template <int BITS> struct Bits { static constexpr int count = BITS; };
+
+// f(Bits<bits>()): kernels are compiled for each number of bits of a code.
+template <class F> INLINE void with_bits(int64_t bits, const F& f) {
+  switch (bits) {
+    case 2: return f(Bits<2>());
+    case 4: return f(Bits<4>());
+    case 8: return f(Bits<8>());
+    default: return f(Bits<16>());
+  }
 }
 
 INLINE const uint8_t* codes_of_group(const KvSide& side, int64_t lane, int64_t group) {
   return side.bits == 16 ? row_of<uint8_t>(side.rows, 2 * lane, 2 * group) : row_of<uint8_t>(side.rows, lane, group);
 }
 
-// A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
-static void write_group_of_keys(const KvSide& keys, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
+template <int BITS>
+static void write_group_of_keys(Bits<BITS>, const KvSide& keys, int64_t lane, int64_t group, int64_t dim,
+                                uint32_t* tile) {
   const uint8_t* codes = codes_of_group(keys, lane, group);
   const uint16_t* scales = row_of<uint16_t>(keys.scale, lane, group);
   const uint16_t* offsets = row_of<uint16_t>(keys.offset, lane, group);
-  const int64_t bits = keys.bits, bytes = TILE_ENTRIES * bits / 8;
+  constexpr int64_t bytes = TILE_ENTRIES * BITS / 8;
   auto channel = [&](int64_t d, int64_t i) {
     const vf scale = vset(half_to_float(scales[d])), offset = vset(half_to_float(offsets[d]));
-    return rounded(vfma(decode_codes(codes + d * bytes, bits, TILE_ENTRIES, i), scale, offset));
+    return rounded(vfma(decode_codes<BITS>(codes + d * bytes, TILE_ENTRIES, i), scale, offset));
   };
   for (int64_t d = 0; d < dim; d += 2, tile += TILE_ENTRIES)
     for (int64_t i = 0; i < TILE_ENTRIES; i += 16) {
@@ -67,10 +91,10 @@ static void write_group_of_keys(const KvSide& keys, int64_t lane, int64_t group,
     }
 }
 
-// A group of values as a tile, 32 rows of floats, `stride` apart.
-static void write_group_of_values(const KvSide& values, int64_t lane, int64_t group, int64_t dim, float* tile,
-                                  int64_t stride) {
-  const int64_t bits = values.bits, width = values.group, parts = dim / width, bytes = width * bits / 8;
+template <int BITS>
+static void write_group_of_values(Bits<BITS>, const KvSide& values, int64_t lane, int64_t group, int64_t dim,
+                                  float* tile, int64_t stride) {
+  const int64_t width = values.group, parts = dim / width, bytes = width * BITS / 8;
   const uint8_t* codes = codes_of_group(values, lane, group);
   const uint16_t* scales = row_of<uint16_t>(values.scale, lane, group);
   const uint16_t* offsets = row_of<uint16_t>(values.offset, lane, group);
@@ -81,12 +105,23 @@ static void write_group_of_values(const KvSide& values, int64_t lane, int64_t gr
       const vf scale = vset(half_to_float(scales[at])), offset = vset(half_to_float(offsets[at]));
       for (int64_t c = 0; c < width; c += 16) {
         const int64_t channel = part * width + c;
-        vf x = vfma(decode_codes(codes + at * bytes, bits, width, c), scale, offset);
+        vf x = vfma(decode_codes<BITS>(codes + at * bytes, width, c), scale, offset);
         const int64_t of_lane = lane * dim + channel;
         if (mean) x = vfma(x, vload(deviation + of_lane), vload(mean + of_lane));
         vstore(tile + i * stride + channel, rounded(x));
       }
     }
+}
+
+// A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
+static void write_group_of_keys(const KvSide& keys, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
+  with_bits(keys.bits, [&](auto bits) { write_group_of_keys(bits, keys, lane, group, dim, tile); });
+}
+
+// A group of values as a tile, 32 rows of floats, `stride` apart.
+static void write_group_of_values(const KvSide& values, int64_t lane, int64_t group, int64_t dim, float* tile,
+                                  int64_t stride) {
+  with_bits(values.bits, [&](auto bits) { write_group_of_values(bits, values, lane, group, dim, tile, stride); });
 }
 
 // n entries of codes of 8 bits, offset + scale * code of each channel.
