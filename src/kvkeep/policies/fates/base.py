@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 from kvkeep.contracts.fate import Fate
@@ -16,11 +16,11 @@ from kvkeep.stores.evicted.groups import GROUP, Codec, NewestGroups, group_holds
 
 
 def exact_entries(exact: float, entries: int) -> int:
-    """Return the exact entries of a budget of ``entries``: a share of it, or (from 1 on) a number, at most half of the
-    budget."""
+    """Return the exact entries of a budget of ``entries``: a share of it (at least 1), or, from 1 on, a number, at most
+    half of the budget."""
     if exact <= 0:
         raise UsageError(f"The parameter 'exact' is a share of the budget or a number of entries, not {exact:g}.")
-    return min(int(exact), entries // 2) if exact >= 1 else int(entries * exact)
+    return min(int(exact), entries // 2) if exact >= 1 else max(1, int(entries * exact))
 
 
 def spare(
@@ -35,7 +35,10 @@ def spare(
         return numbers * ((entries - fate.resident(entries)) * number - (waiting or GROUP * number))
 
     if unused(entries) < size:
-        least = next(n for n in count(entries + 1) if unused(n) >= size)
+        enough = 2 * entries + 2
+        while unused(enough) < size:
+            enough *= 2
+        least = bisect_left(range(enough), True, lo=entries, key=lambda number: unused(number) >= size)
         raise BudgetError(
             f"A budget of {entries} entries is too small for exact entries and a group of {GROUP} that are "
             f"{fate.label}; give at least {least}."
@@ -48,7 +51,7 @@ class GroupedFate(Fate):
     replaces the oldest."""
 
     exact: float
-    """A parameter: the share of the budget for exact entries, or (from 1 on) their number."""
+    """A parameter: the share of the budget for exact entries, at least one of them, or (from 1 on) their number."""
 
     @abstractmethod
     def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:

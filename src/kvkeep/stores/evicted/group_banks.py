@@ -108,9 +108,10 @@ class GroupBanks(EvictedStore):
                 self.banks.append(bank)
                 continue
             chosen, places = (lanes.to(self.device)[:, None] == bank.lanes).nonzero(as_tuple=True)
-            if len(chosen):
+            if len(chosen) or not (len(lanes) or self.banks):  # a batch of no rows has one bank
                 bank.store.select(places)
-                self.banks.append(GroupBank(None if len(chosen) == len(lanes) else chosen, bank.store))
+                members = None if len(chosen) == len(lanes) else chosen.clone()  # a view holds the places, too
+                self.banks.append(GroupBank(members, bank.store))
 
     def state(self) -> dict[str, Tensor]:
         if not self._divided:
@@ -165,4 +166,5 @@ class GroupBanks(EvictedStore):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        return sum(bank.store.bookkeeping_bytes for bank in self.banks)
+        lanes = sum(bank.lanes.nbytes for bank in self.banks if bank.lanes is not None)
+        return lanes + sum(bank.store.bookkeeping_bytes for bank in self.banks)
