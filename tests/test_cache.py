@@ -240,6 +240,16 @@ def test_padding_longer_than_the_first_chunks_in_every_row(method: str) -> None:
     assert cache.get_seq_length() == alone.get_seq_length() + 150
 
 
+@pytest.mark.parametrize("method", ["h2o", "snapkv"])
+def test_rows_that_are_repeated_leave_nothing_of_before(method: str) -> None:
+    """Not in the tensors in which layers with one selector are ranked together."""
+    cache = KeepCache(tiny("llama"), method, 40, chunk=16)
+    for count in (100, 1):
+        step("llama", cache, prompt(1, count))
+    cache.batch_repeat_interleave(2)
+    assert counted(cache) == allocated(cache)
+
+
 @pytest.mark.parametrize("method", ["h2o", "kv-direct", "snapkv+verified"])
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_sliding_layers_are_within_a_budget_in_bytes(family: str, method: str) -> None:

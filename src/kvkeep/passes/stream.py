@@ -475,6 +475,7 @@ class CacheStream:
         self.roll_back()
         self.disk.check(compare=True)  # digests are made anew of what is copied
         self._repeated.forget()
+        self._groups = []
         self.record.select(index.tolist())
 
     def abandon(self) -> None:
