@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from forked import exit_codes
 from kvkeep_lab.cell import Cell
-from kvkeep_lab.store import ResultFile, TaskRecord
+from kvkeep_lab.store import ResultFile, TaskRecord, append_line
 from results import stored
 
 from kvkeep.errors import StoreError
@@ -67,8 +68,15 @@ def test_unreadable_lines_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "weather"}\nnot json\n\n')
     ResultFile(path).append(row("a"))
+    written = row("b").model_dump()
+    for odd in (
+        {"scores": {"found": [math.nan]}},
+        {"memory": {"resident_bytes": None}},
+        {"memory": {"checkpoint_bytes": [1]}},
+    ):
+        append_line(path, json.dumps(written | odd))
     found = stored(path)
-    assert found.torn == 2 and found.done() == {"a"}
+    assert found.torn == 5 and found.done() == {"a"}
 
 
 def test_many_processes_append_at_once(tmp_path: Path) -> None:

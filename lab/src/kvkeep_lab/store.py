@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from kvkeep.errors import StoreError, reason_of
 from kvkeep_lab.cell import Cell
@@ -52,6 +52,17 @@ class Record(BaseModel):
         return self.model
 
 
+class HeldBytes(BaseModel):
+    """The bytes of a cache, as :meth:`~kvkeep.memory.meter.Memory.as_dict` returns them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    resident_bytes: NonNegativeInt = 0
+    compressed_bytes: NonNegativeInt = 0
+    checkpoint_bytes: dict[str, NonNegativeInt] = {}
+    bookkeeping_bytes: NonNegativeInt = 0
+
+
 class TaskRecord(Record):
     """One cell of a task."""
 
@@ -59,7 +70,7 @@ class TaskRecord(Record):
     method: str
     budget: str | None
     point: dict[str, int | float | str]
-    scores: dict[str, list[float]] = {}
+    scores: dict[str, list[FiniteFloat]] = {}
     """For each metric, the numbers of the samples that have one, in the order of samples."""
     depths: list[float | None] = []
     """Where the answer to each sample stands in its text, in percent, if the task says so."""
@@ -69,7 +80,7 @@ class TaskRecord(Record):
     """Seconds of the prompt, by sample."""
     token_s: list[float | None] = []
     """Seconds per token after the first, by sample."""
-    memory: dict[str, Any] = {}
+    memory: HeldBytes = HeldBytes()
     """Bytes of the sample with the largest cache."""
     whole_bytes: int = 0
     """Bytes of an unbounded bfloat16 cache for that sample; 0 in stores of earlier versions."""
@@ -80,17 +91,17 @@ class TaskRecord(Record):
     @property
     def held_bytes(self) -> int:
         """Bytes of entries that attention reads, in full or compressed."""
-        return int(self.memory.get("resident_bytes", 0)) + int(self.memory.get("compressed_bytes", 0))
+        return self.memory.resident_bytes + self.memory.compressed_bytes
 
     @property
     def bookkeeping_bytes(self) -> int:
         """Bytes of what a method notes of entries: positions, scores, scales, tables."""
-        return int(self.memory.get("bookkeeping_bytes", 0))
+        return self.memory.bookkeeping_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of checkpoints in all places."""
-        return sum(self.memory.get("checkpoint_bytes", {}).values())
+        return sum(self.memory.checkpoint_bytes.values())
 
     @property
     def label(self) -> str:

@@ -135,6 +135,7 @@ def test_the_frontier_ignores_rounding_and_rows_without_a_time() -> None:
     assert frontier([line(1, 2 * NOISE), exact], KL, MEMORY)[-1] is exact
     timed, untimed = line(1, 0.5, 0.1), line(1, 0.9)
     assert frontier([timed, untimed], FOUND, SPEED) == [timed]
+    assert frontier([SimpleNamespace(total_bytes=1e6, token_s=0.1, scores={}), timed], FOUND, SPEED) == [timed]
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=6))

@@ -145,7 +145,7 @@ def _result(
         share=fmean(shares) if shares else None,
         booked_share=fmean(booked) if booked else None,
         checkpoint_bytes=fmean(record.checkpoint_bytes for record in done),
-        prefill_s=fmean(value for record in done for value in record.prefill_s),
+        prefill_s=fmean(prefills) if (prefills := [value for record in done for value in record.prefill_s]) else 0.0,
         token_s=fmean(steps) if steps else None,
         at=tuple(_at(done)),
     )
@@ -210,7 +210,7 @@ def frontier(results: Sequence[MethodResult], metric: Metric, axis: Axis) -> lis
     priced = [
         (cost, -sign * result.scores[metric.name].mean, result)
         for result in results
-        if (cost := axis.cost(result)) is not None
+        if metric.name in result.scores and (cost := axis.cost(result)) is not None
     ]
     for _, badness, result in sorted(priced, key=lambda one: one[:2]):
         if -badness > best + NOISE:
