@@ -26,8 +26,8 @@ class Quantize(GroupedFate):
     bits: int = 4
     """8, 4 or 2."""
     exact: float = 0
-    """The share of the budget for exact entries, at least one, or (from 1 on) their number, at most half of it. 0: half of
-    the budget; a tenth of it where the text is read a second time."""
+    """The share of the budget for exact entries, at least one, or (from 1 on) their number, at most half of the budget.
+    0: half of the budget; a tenth of it where the text is read a second time."""
 
     label: ClassVar[str] = "quantised"
     source: ClassVar[str] = "KIVI, arXiv:2402.02750"
