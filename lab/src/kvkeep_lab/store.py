@@ -52,7 +52,7 @@ class Record(BaseModel):
         return self.model
 
 
-class HeldBytes(BaseModel):
+class CacheBytes(BaseModel):
     """The bytes of a cache, as :meth:`~kvkeep.memory.meter.Memory.as_dict` returns them."""
 
     model_config = ConfigDict(extra="allow")
@@ -80,7 +80,7 @@ class TaskRecord(Record):
     """Seconds of the prompt, by sample."""
     token_s: list[float | None] = []
     """Seconds per token after the first, by sample."""
-    memory: HeldBytes = HeldBytes()
+    memory: CacheBytes = CacheBytes()
     """Bytes of the sample with the largest cache."""
     whole_bytes: int = 0
     """Bytes of an unbounded bfloat16 cache for that sample; 0 in stores of earlier versions."""
