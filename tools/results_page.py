@@ -44,12 +44,14 @@ from kvkeep_lab.statistics import Estimate, estimate, student
 from kvkeep_lab.store import ResultFile
 from kvkeep_lab.subject import at_once
 from kvkeep_lab.tables import markdown
+from kvkeep_lab.tasks.base import Metric
 
 from kvkeep.budget import Budget
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
+_CHANGES = ", right", ", lost", ", others"
 _SAID = re.compile(r"^(So|Ours|Not so|Undecided): ")
 BENCH = "bench-methods-xeon.json"
 
@@ -98,7 +100,7 @@ def _made(found: re.Match[str]) -> str:
     kind, named, before = found.groups()
     makers = {
         "claims": _claims, "numbers": _numbers, "paired": _paired, "bytes": _bytes, "answers": _answers,
-        "scores": _scores, "texts": partial(_scores, by_text=True), "points": _points,
+        "scores": _scores, "texts": partial(_scores, by_text=True), "changed": _changed, "points": _points,
     }  # fmt: skip
     lines = _which(named, before) if kind == "which" else makers[kind](named)
     return "\n".join([f"<!-- {kind}: {named} -->", *lines, "<!-- end -->"])
@@ -230,16 +232,44 @@ def _paired(named: str) -> Iterator[str]:
             yield _line(f"`{other}`", *cells)
 
 
-def _scores(named: str, by_text: bool = False) -> Iterator[str]:
+def _compared(named: str) -> tuple[str, str, Metric, list[MethodResult], list[str]]:
+    """Return what a comment names: metric, method, the metric's definition, the results that have it, and budgets."""
     file, name, method, *chosen = named.split()
     places = dict(word.split("=") for word in chosen if "=" in word)
     group = _group(file, *(word for word in chosen if "=" not in word))
-    metric, there = group.metric(name), [replace(one, samples=_at(one.samples, places)) for one in group.measured]
+    there = [replace(one, samples=_at(one.samples, places)) for one in group.measured]
     measured = [one for one in there if one.values(name)]
     if method not in (one.method for one in measured):
         raise SystemExit(f"{file} has no {name} of {method}: {named}.")
-    budgets = _budgets(measured)
-    results = {(one.method, at): one for one in measured for at in ([one.budget] if one.budget else budgets)}
+    return name, method, group.metric(name), measured, _budgets(measured)
+
+
+def _by_way(measured: Iterable[MethodResult], budgets: Sequence[str]) -> dict[tuple[str, str], MethodResult]:
+    """Return results by method and budget; those without a budget at each."""
+    return {(one.method, at): one for one in measured for at in ([one.budget] if one.budget else budgets)}
+
+
+def _changed(named: str) -> Iterator[str]:
+    """Yield how many of a method's right answers each other method loses, and how many it has instead."""
+    name, method, metric, measured, budgets = _compared(named)
+    results = _by_way(measured, budgets)
+    yield _head(f"{metric.label} of `{method}`", *(f"{at}{what}" for at in _percent(budgets) for what in _CHANGES))
+    for other in dict.fromkeys(one.method for one in measured if one.method != method):
+        cells = []
+        for budget in budgets:
+            one, base = results.get((other, budget)), results.get((method, budget))
+            less = [] if one is None or base is None else one.minus(base.samples, name)
+            if not less:
+                cells += ["-", "-", "-"]
+                continue
+            right = sum(sum(base.samples[place].get(name, ())) for place in one.samples if place in base.samples)
+            cells += [f"{right:.0f}", str(sum(value < 0 for value in less)), str(sum(value > 0 for value in less))]
+        yield _line(f"`{other}`", *cells)
+
+
+def _scores(named: str, by_text: bool = False) -> Iterator[str]:
+    name, method, metric, measured, budgets = _compared(named)
+    results = _by_way(measured, budgets)
     form, factor = ("{:.1f}", 100) if metric.percent else ("{:.2f}", 1)
 
     def shown(texts: Iterable[Sequence[float]], form: str, least: float = 0.0) -> str:

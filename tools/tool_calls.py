@@ -28,7 +28,8 @@ def main() -> None:
     """Write the figure."""
     store = ResultFile(STORE)
     store.refresh()
-    measured = [group for group in groups([store]) if isinstance(group, TaskGroup)]
+    found = [group for group in groups([store]) if isinstance(group, TaskGroup)]
+    measured = sorted(found, key=lambda group: group.model)
     rows = [_rows(group) for group in measured]
     budgets = sorted({row.budget for mine in rows for row in mine}, key=_amount, reverse=True)
     most = max(map(len, rows))
