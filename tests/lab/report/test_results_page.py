@@ -23,7 +23,7 @@ def test_a_page_has_the_numbers_of_the_stores(name: str) -> None:
         ("kv-direct.md", " undecided, ", " decided, "),
         ("revive.md", "| `h2o` | 0.2 ·", "| `h2o` | 0.1 ·"),
         ("revive.md", "| **0.12** · 27 %", "| 0.12 · 28 %"),
-        ("README.md", "`kvzip+tiers` | 0.031", "`kvzip+tiers` | 0.013"),
+        ("README.md", "`kvzip+quantize:4` | 0.025", "`kvzip+quantize:4` | 0.013"),
         ("kvslimmer.md", "| 41.4 [", "| 14.4 ["),
     ],
 )
