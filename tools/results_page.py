@@ -53,7 +53,7 @@ MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S
 TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
 _CHANGES = ", right", ", lost", ", others"
 _SAID = re.compile(r"^(So|Ours|Not so|Undecided): ")
-BENCH = "bench-methods-xeon.json"
+BENCH = "bench-methods-zen4.json"
 
 
 def main() -> None:
