@@ -10,6 +10,8 @@ A page names what it shows in a comment, ``<!-- KIND: ... -->``. The lines from 
   sample by sample, and the number of samples where it is not the same everywhere; only of points with these values;
 * ``texts: STORE METRIC METHOD [MODEL] [AXIS=VALUE,VALUE]``: the same with intervals over texts (one for each point of
   the axes and each seed), because one cache answers all questions about a text;
+* ``changed: STORE METRIC METHOD [MODEL] [AXIS=VALUE,VALUE]``: of a metric that is 0 or 1, the samples that are right
+  with METHOD, those of them that another method loses, and those that it gains;
 * ``points: STORE METRIC [MODEL]``: a metric of all methods at each point of the task's axes, in percent or as it is;
 * ``answers: NAME``: how much less time KVSlimmer takes than AsymKV, by the length of the answer;
 * ``which: BUDGET``: the table of needs, whose first two columns are the page's.
@@ -51,7 +53,6 @@ from kvkeep.budget import Budget
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 MADE = re.compile(r"^<!-- (\w+): ([^\n]*) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
-_CHANGES = ", right", ", lost", ", others"
 _SAID = re.compile(r"^(So|Ours|Not so|Undecided): ")
 BENCH = "bench-methods-zen4.json"
 
@@ -250,10 +251,11 @@ def _by_way(measured: Iterable[MethodResult], budgets: Sequence[str]) -> dict[tu
 
 
 def _changed(named: str) -> Iterator[str]:
-    """Yield how many of a method's right answers each other method loses, and how many it has instead."""
+    """Yield how many right answers of a method each other method loses, and how many it gains."""
+    columns = ", right", ", lost", ", gained"
     name, method, metric, measured, budgets = _compared(named)
     results = _by_way(measured, budgets)
-    yield _head(f"{metric.label} of `{method}`", *(f"{at}{what}" for at in _percent(budgets) for what in _CHANGES))
+    yield _head(f"{metric.label} of `{method}`", *(f"{at}{what}" for at in _percent(budgets) for what in columns))
     for other in dict.fromkeys(one.method for one in measured if one.method != method):
         cells = []
         for budget in budgets:
@@ -262,7 +264,8 @@ def _changed(named: str) -> Iterator[str]:
             if not less:
                 cells += ["-", "-", "-"]
                 continue
-            right = sum(sum(base.samples[place].get(name, ())) for place in one.samples if place in base.samples)
+            shared = [place for place, scores in one.samples.items() if scores.get(name) and place in base.samples]
+            right = sum(sum(base.samples[place].get(name, ())) for place in shared)
             cells += [f"{right:.0f}", str(sum(value < 0 for value in less)), str(sum(value > 0 for value in less))]
         yield _line(f"`{other}`", *cells)
 

@@ -28,8 +28,7 @@ def main() -> None:
     """Write the figure."""
     store = ResultFile(STORE)
     store.refresh()
-    found = [group for group in groups([store]) if isinstance(group, TaskGroup)]
-    measured = sorted(found, key=lambda group: group.model)
+    measured = sorted((one for one in groups([store]) if isinstance(one, TaskGroup)), key=lambda group: group.model)
     rows = [_rows(group) for group in measured]
     budgets = sorted({row.budget for mine in rows for row in mine}, key=_amount, reverse=True)
     most = max(map(len, rows))

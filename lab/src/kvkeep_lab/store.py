@@ -43,7 +43,7 @@ class Record(BaseModel):
     machine: dict[str, Any] = {}
     started: str = ""
     """Start in UTC."""
-    seconds: float = 0.0
+    seconds: FiniteFloat = 0.0
     """Seconds of the complete cell."""
 
     @property
@@ -72,17 +72,17 @@ class TaskRecord(Record):
     point: dict[str, int | float | str]
     scores: dict[str, list[FiniteFloat]] = {}
     """For each metric, the numbers of the samples that have one, in the order of samples."""
-    depths: list[float | None] = []
+    depths: list[FiniteFloat | None] = []
     """Where the answer to each sample stands in its text, in percent, if the task says so."""
     prompt_tokens: list[int] = []
     """Tokens of the prompt, by sample."""
-    prefill_s: list[float] = []
+    prefill_s: list[FiniteFloat] = []
     """Seconds of the prompt, by sample."""
-    token_s: list[float | None] = []
+    token_s: list[FiniteFloat | None] = []
     """Seconds per token after the first, by sample."""
     memory: CacheBytes = CacheBytes()
     """Bytes of the sample with the largest cache."""
-    whole_bytes: int = 0
+    whole_bytes: NonNegativeInt = 0
     """Bytes of an unbounded bfloat16 cache for that sample; 0 in stores of earlier versions."""
     exactness: str = ""
     entries: int | None = None

@@ -32,10 +32,10 @@ template <int BITS> INLINE vf decode_codes(const uint8_t* codes, int64_t count, 
   if constexpr (BITS == 8) return vload_ubytes(codes + first);
   constexpr int mask = (1 << BITS) - 1;
   const int64_t n = count * BITS / 8;
-  if (n % 16 == 0) {  // sixteen bytes have them, all in the same bits
+  if (n % 16 == 0) {  // they lie in sixteen bytes, at the same bits of each
     int shift = 0;
     for (; first >= n; first -= n) shift += BITS;
-    vf r = vset(as_float(uint32_t(127 - shift) << 23));  // 2^-shift
+    vf r = vset(as_float(uint32_t(127 - shift) << 23));  // 2^-shift: exact, and no shift by a variable
     PARTWISE {
       const I shifted = iand(ubytes_to_int(codes + first + i * W), iset(mask << shift));
       r.part[i] = fmul(to_float(shifted), r.part[i]);
@@ -56,7 +56,7 @@ template <int BITS> INLINE vf decode_codes(const uint8_t* codes, int64_t count, 
   return vload_ubytes(bytes);
 }
 
-template <int BITS> struct Bits { static constexpr int count = BITS; };
+template <int BITS> struct Bits {};
 
 // f(Bits<bits>()): kernels are compiled for each number of bits of a code.
 template <class F> INLINE void with_bits(int64_t bits, const F& f) {
@@ -72,6 +72,7 @@ INLINE const uint8_t* codes_of_group(const KvSide& side, int64_t lane, int64_t g
   return side.bits == 16 ? row_of<uint8_t>(side.rows, 2 * lane, 2 * group) : row_of<uint8_t>(side.rows, lane, group);
 }
 
+// A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
 template <int BITS>
 static void write_group_of_keys(Bits<BITS>, const KvSide& keys, int64_t lane, int64_t group, int64_t dim,
                                 uint32_t* tile) {
@@ -91,6 +92,7 @@ static void write_group_of_keys(Bits<BITS>, const KvSide& keys, int64_t lane, in
     }
 }
 
+// A group of values as a tile, 32 rows of floats, `stride` apart.
 template <int BITS>
 static void write_group_of_values(Bits<BITS>, const KvSide& values, int64_t lane, int64_t group, int64_t dim,
                                   float* tile, int64_t stride) {
@@ -113,12 +115,10 @@ static void write_group_of_values(Bits<BITS>, const KvSide& values, int64_t lane
     }
 }
 
-// A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
 static void write_group_of_keys(const KvSide& keys, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
   with_bits(keys.bits, [&](auto bits) { write_group_of_keys(bits, keys, lane, group, dim, tile); });
 }
 
-// A group of values as a tile, 32 rows of floats, `stride` apart.
 static void write_group_of_values(const KvSide& values, int64_t lane, int64_t group, int64_t dim, float* tile,
                                   int64_t stride) {
   with_bits(values.bits, [&](auto bits) { write_group_of_values(bits, values, lane, group, dim, tile, stride); });

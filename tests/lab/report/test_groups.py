@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
@@ -21,7 +22,7 @@ from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
 from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.store import ResultFile
 from kvkeep_lab.tasks.base import Metric
-from results import EXPERIMENT, PAPER, filled
+from results import EXPERIMENT, PAPER, chapters, filled, stored
 from results import FOUND as FOUND_BY
 
 
@@ -135,7 +136,21 @@ def test_the_frontier_ignores_rounding_and_rows_without_a_time() -> None:
     assert frontier([line(1, 2 * NOISE), exact], KL, MEMORY)[-1] is exact
     timed, untimed = line(1, 0.5, 0.1), line(1, 0.9)
     assert frontier([timed, untimed], FOUND, SPEED) == [timed]
-    assert frontier([SimpleNamespace(total_bytes=1e6, token_s=0.1, scores={}), timed], FOUND, SPEED) == [timed]
+
+
+def test_a_row_without_the_first_metric_is_in_no_figure(tmp_path: Path) -> None:
+    """Nor are there times of a row whose records have none."""
+    path = tmp_path / "results.jsonl"
+    filled(path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record.get("method") == "h2o":
+            record |= {"scores": {}, "prefill_s": []}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (group,) = groups([stored(path)])
+    assert {one.method for one in group.measured} == {"full", "window", "quantized"}
+    assert {one.prefill_s for one in group.results if one.method == "h2o"} == {None}
+    assert chapters(stored(path))
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=6))

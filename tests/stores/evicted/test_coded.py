@@ -103,6 +103,20 @@ def test_attention_over_codes_and_numbers_together(queries: int, groups: int, bi
         torch.testing.assert_close(received(query, mine, theirs[1], 0.1), expected[0], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dim", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_the_kernel_reads_groups_as_the_numbers_they_are(bits: int, dim: int) -> None:
+    """However the codes of a group lie in its bytes. In float32 there is no such kernel."""
+    *codes, _, _ = coded(2, bits, dim)
+    generator = torch.Generator().manual_seed(dim)
+    query, own = (torch.randn(3, rows, 7, dim, generator=generator).bfloat16() for rows in (2, 1))
+    mine, plain = Segment(*codes), Segment(own, own)
+    dense = Segment(*(part.dense(torch.bfloat16)[:, None] for part in codes))
+    assert can_join(query, mine) == can_join(query, plain)
+    for found, wanted in zip(*(attend(query, [one, plain], 0.1) for one in (mine, dense)), strict=True):
+        torch.testing.assert_close(found.float(), wanted.float(), atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_bytes_of_a_group(bits: int) -> None:
     for key_dim, value_dim in ((64, 32), (16, 80)):

@@ -25,6 +25,7 @@ def test_banks_count_the_indices_of_their_lanes() -> None:
 def test_a_batch_of_no_rows_can_be_forked() -> None:
     cache = KeepCache(tiny("llama"), METHOD, 60)
     step("llama", cache, prompt(2, 100))
+    assert max(len(layer.evicted.banks) for layer in cache.stream.bounded) > 1
     cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
     assert cache.fork().rows == cache.rows == 0
 

@@ -52,7 +52,7 @@ class MethodResult:
     """The share of these bytes and of the method's bookkeeping together."""
     checkpoint_bytes: float = 0.0
     """Mean bytes of checkpoints in all places."""
-    prefill_s: float = 0.0
+    prefill_s: float | None = None
     """Mean seconds of a prompt."""
     token_s: float | None = None
     """Mean seconds of each token after the first."""
@@ -133,6 +133,7 @@ def _result(
     booked = [
         (record.held_bytes + record.bookkeeping_bytes) / record.whole_bytes for record in done if record.whole_bytes
     ]
+    prefills = [value for record in done for value in record.prefill_s]
     steps = [value for record in done for value in record.token_s if value is not None]
     entries = [record.entries for record in done if record.entries is not None]
     return replace(
@@ -145,7 +146,7 @@ def _result(
         share=fmean(shares) if shares else None,
         booked_share=fmean(booked) if booked else None,
         checkpoint_bytes=fmean(record.checkpoint_bytes for record in done),
-        prefill_s=fmean(prefills) if (prefills := [value for record in done for value in record.prefill_s]) else 0.0,
+        prefill_s=fmean(prefills) if prefills else None,
         token_s=fmean(steps) if steps else None,
         at=tuple(_at(done)),
     )
@@ -210,7 +211,7 @@ def frontier(results: Sequence[MethodResult], metric: Metric, axis: Axis) -> lis
     priced = [
         (cost, -sign * result.scores[metric.name].mean, result)
         for result in results
-        if metric.name in result.scores and (cost := axis.cost(result)) is not None
+        if (cost := axis.cost(result)) is not None
     ]
     for _, badness, result in sorted(priced, key=lambda one: one[:2]):
         if -badness > best + NOISE:

@@ -45,8 +45,8 @@ class TaskGroup(Group):
 
     @property
     def measured(self) -> list[MethodResult]:
-        """The results with numbers."""
-        return [result for result in self.results if result.scores]
+        """The results that have the task's first metric."""
+        return [result for result in self.results if self.task.metrics[0].name in result.scores]
 
     @property
     def same_samples(self) -> TaskGroup:
@@ -231,7 +231,8 @@ def _table(group: TaskGroup) -> str:
         share = f" ({', '.join(f'{100 * share:.3g}' for share in shares)} %)" if shares else ""
         cells.append(f"{megabytes(result.held_bytes)}{share}")
         cells += [megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
-        rows.append([*cells, f"{result.prefill_s:.2f} s", milliseconds(result.token_s)])
+        read = "-" if result.prefill_s is None else f"{result.prefill_s:.2f} s"
+        rows.append([*cells, read, milliseconds(result.token_s)])
     return markdown(headings, rows, left=2)
 
 

@@ -35,10 +35,10 @@ def spare(
         return numbers * ((entries - fate.resident(entries)) * number - (waiting or GROUP * number))
 
     if unused(entries) < size:
-        enough = 2 * entries + 2
+        enough = 2 * entries + 2  # doubled: free bytes never become fewer
         while unused(enough) < size:
             enough *= 2
-        least = bisect_left(range(enough), True, lo=entries, key=lambda number: unused(number) >= size)
+        least = bisect_left(range(enough), True, lo=entries, key=lambda budget: unused(budget) >= size)
         raise BudgetError(
             f"A budget of {entries} entries is too small for exact entries and a group of {GROUP} that are "
             f"{fate.label}; give at least {least}."

@@ -24,7 +24,8 @@ class InTiers(Fate):
     wait for a full group have half of the model's bits."""
 
     exact: float = 8
-    """The share of the budget for exact entries, or (from 1 on) their number, at most a quarter of the budget."""
+    """The share of the budget for exact entries, at least one, or (from 1 on) their number, at most a quarter of the
+    budget."""
 
     label: ClassVar[str] = "quantised by attention"
     source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"

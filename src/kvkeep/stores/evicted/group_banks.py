@@ -108,9 +108,9 @@ class GroupBanks(EvictedStore):
                 self.banks.append(bank)
                 continue
             chosen, places = (lanes.to(self.device)[:, None] == bank.lanes).nonzero(as_tuple=True)
-            if len(chosen) or not (len(lanes) or self.banks):  # a batch of no rows has one bank
+            if len(chosen) or (not len(lanes) and not self.banks):  # a batch of no rows has one bank
                 bank.store.select(places)
-                members = None if len(chosen) == len(lanes) else chosen.clone()  # a view holds the places, too
+                members = None if len(chosen) == len(lanes) else chosen.clone()  # a view would keep the places, too
                 self.banks.append(GroupBank(members, bank.store))
 
     def state(self) -> dict[str, Tensor]:
