@@ -45,7 +45,7 @@ def test_a_row_records_scores_costs_and_versions(experiment: Experiment, data: P
     row = rows["kv-direct", "24"]
     assert row.scores["match"] == [1.0, 1.0] and len(row.prefill_s) == len(row.token_s) == 2
     assert (row.entries, row.exactness, row.prompt_tokens) == (24, "exact", [76, 76])
-    assert row.held_bytes > 0 and row.memory["checkpoint_bytes"]["disk"] > 0 and row.seconds > 0
+    assert row.held_bytes > 0 and row.memory.checkpoint_bytes["disk"] > 0 and row.seconds > 0
     assert set(row.versions) >= {"kvkeep", "torch", "transformers", "python"} and row.machine["dtype"] == "float32"
     assert row.started.endswith("+00:00") and row.point == {"length": 76} and row.seed == 0
     failed = rows["static", "25%"]
