@@ -470,8 +470,7 @@ class CacheStream:
             self.checkpoint.truncate_residuals(length)
 
     def select(self, index: Tensor) -> None:
-        """Make the rows of the batch those of ``index``, before the layers do. Raises KvkeepError as
-        :meth:`roll_back`."""
+        """Make the rows of the batch those of ``index``, before the layers do. Raises as :meth:`roll_back`."""
         self.roll_back()
         self.disk.check(compare=True)  # digests are made anew of what is copied
         self._repeated.forget()
